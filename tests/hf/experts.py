@@ -27,11 +27,11 @@ from trl import SFTTrainer
 
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.plan import Plan
+from tests.differential.case import sft_trainer
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import HEADS, Case, make_trainer
 from tests.hf.test_exactness import LENGTHS, own_batches, whole
 from tests.hf.test_fsdp_policies import figures_for
-from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_router import COEFFICIENT, router_loss_of
 from tests.hf.test_trainer import dataset

@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -45,6 +44,7 @@ from trl import (
 )
 
 from hf_flexseq import FlexSeqArguments
+from tests.differential.runs import begin_anew
 from tests.hf.test_trainer import dataset, padded, training_arguments
 from tests.hf.tiny import VOCAB, loadable, tiny_llama
 from tests.hf.trainers import (
@@ -405,10 +405,7 @@ def run_case(case: Case, is_ours: bool, folder: Path, **given: Any) -> Run:
 
     given: further arguments of the trainer.
     """
-    # another trainer may have run in this process
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    torch.manual_seed(5)
+    begin_anew(5)
     return trained(make_trainer(case, is_ours, folder, **given), evaluates=case.evaluates)
 
 

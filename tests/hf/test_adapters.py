@@ -1,12 +1,11 @@
 """Every method of PEFT trains as under the plain trainers, or is refused by name."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig, PeftType, XLoraConfig, get_peft_model
 from peft import mapping as of_peft
@@ -17,13 +16,13 @@ from trl import DPOConfig, DPOTrainer, SFTTrainer
 from hf_flexseq.base.versions import untested
 from hf_flexseq.hf.model import adapters
 from hf_flexseq.hf.model.adapters import EXACT, REFUSED, term_of_step, unsuitable_adapter
+from tests.differential.case import Case
+from tests.differential.runs import both, run
 from tests.hf.adapters import OPTIONS, VARIANTS, adapted, config_of, is_available
 from tests.hf.objectives import pairs
-from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import refused, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
-from tests.ranks import run_cases
 
 PROMPTS = {"PROMPT_TUNING", "P_TUNING"}  # see test_prompts.py
 INEXACT = {  # by case: what the message says
@@ -184,34 +183,31 @@ def rows():
     return examples
 
 
-def make_trainer(kind, name, ours, folder, batch):
+OF_DPO = {
+    "config": DPOConfig,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "max_length": None,
+    "beta": 0.5,
+    "processing_class": word_tokenizer(),
+    "data_collator": None,
+}
+
+
+def case_of(kind, name):
     """A trainer of two steps, each of several micro-batches."""
-    model = adapted(name)
-    cap = {"max_tokens_per_rank": 64}
-    settings = {"model": model, "max_steps": 2, "learning_rate": 1.0, "batch": batch}
-    settings["flexseq"] = cap if ours else None
-    if kind == "sft":
-        data = Dataset.from_list(rows())
-        return sft_trainer(
-            SFTTrainer, folder, settings.pop("batch"), train_dataset=data, **settings
-        )
-    if kind == "trainer":
-        if not ours:
-            model.get_base_model().loss_function = float64_loss
-        return trainer_of(Trainer, folder, train_dataset=rows(), **settings)
-    own = {"bf16": False, "gradient_checkpointing": False, "max_length": None, "beta": 0.5}
-    own |= {"processing_class": word_tokenizer(), "data_collator": None}
-    return trainer_of(
-        DPOTrainer, folder, config=DPOConfig, train_dataset=pairs(16), **own, **settings
+    base, settings = {
+        "trainer": (Trainer, {"train_dataset": rows()}),
+        "sft": (SFTTrainer, {"train_dataset": Dataset.from_list(rows())}),
+        "dpo": (DPOTrainer, {"train_dataset": pairs(16), **OF_DPO}),
+    }[kind]
+    return Case(
+        base=base,
+        model=partial(adapted, name),
+        settings={"max_steps": 2, "learning_rate": 1.0, **settings},
+        stock_loss=float64_loss if kind == "trainer" else None,
+        flexseq={"max_tokens_per_rank": 64},
     )
-
-
-def run(rank, world_size, kind, name, folder, ours=True, batch=2):
-    datasets.disable_progress_bars()
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    torch.manual_seed(0)
-    return trained(make_trainer(kind, name, ours, folder, batch), evaluates=False)
 
 
 SOME = [
@@ -230,10 +226,9 @@ ALL = [(kind, name) for kind in BOUND for name in TRAINED if name not in NOT_IN_
 )
 def test_adapters_train_as_under_the_plain_trainers(cases, tmp_path):
     cases = [case for case in cases if is_available(case[1])]
-    by_case = run_cases(run, 2, [(*case, tmp_path) for case in cases], seconds=900)
-    for (kind, name), by_rank in zip(cases, by_case, strict=True):
-        stock = run(0, 1, kind, name, tmp_path, ours=False, batch=4)
-        packed = run(0, 1, kind, name, tmp_path, batch=4)
+    cases = {case: case_of(*case) for case in cases}
+    for (kind, name), stock, by_rank in both(cases, tmp_path, seconds=900):
+        packed = run(0, 1, cases[kind, name], tmp_path)
         bound = max(BOUND[kind], BOUNDS.get(name, 0))
         for ours in (packed, *by_rank):
             assert weights_apart(stock, ours) < bound, (kind, name)

@@ -15,8 +15,8 @@ from trl import SFTTrainer
 
 from hf_flexseq.hf.model.recurrent import mixers
 from tests import budget
+from tests.differential.case import sft_trainer
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_trainer import logged, make_trainer, plain_run, update_error
 from tests.hf.tiny import noting_figures, weights

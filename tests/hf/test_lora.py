@@ -1,5 +1,7 @@
 """Kinds of LoRA through PEFT: two ranks end with the weights of the plain Trainer on one."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,13 +9,14 @@ from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import Trainer
 
 from hf_flexseq.hf.model.checks import check_model
+from tests.differential.case import Case
+from tests.differential.runs import both
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import refused, tiny_llama
-from tests.hf.trainers import trained, trainer_of, weights_apart
-from tests.ranks import run_cases, run_ranks
+from tests.hf.trainers import weights_apart
+from tests.ranks import run_ranks
 
 # Of the update. A head that is saved keeps the model's own loss, which is computed in float32.
 BOUNDS = {False: 1e-8, True: 1e-6}
@@ -28,32 +31,28 @@ KINDS = {
 }
 
 
-def make_trainer(kind, ours, folder, batch):
-    """A trainer of three steps of an adapter that is not zero."""
+def adapted(kind):
+    """A model with an adapter that is not zero."""
     options = {"r": 4, "target_modules": LAYERS, "init_lora_weights": False, **KINDS[kind]}
     model = tiny_llama(tie_word_embeddings=kind.startswith("tied"))
-    model = get_peft_model(model, LoraConfig(**options))
-    if not ours:
-        model.get_base_model().loss_function = float64_loss
-    settings = {}
-    if kind == "loraplus":
-        optimizer = create_loraplus_optimizer(
-            model, optimizer_cls=torch.optim.SGD, lr=1e-2, loraplus_lr_ratio=16
-        )
-        settings["optimizers"] = (optimizer, None)
-    return trainer_of(
-        Trainer,
-        folder,
-        model=model,
-        train_dataset=dataset(12),
-        flexseq={"lookahead": 0, "activation_memory": "as_set"} if ours else None,
-        batch=batch,
-        **settings,
+    return get_peft_model(model, LoraConfig(**options))
+
+
+def with_loraplus(model):
+    optimizer = create_loraplus_optimizer(
+        model, optimizer_cls=torch.optim.SGD, lr=1e-2, loraplus_lr_ratio=16
     )
+    return {"optimizers": (optimizer, None)}
 
 
-def run(rank, world_size, kind, folder):
-    return trained(make_trainer(kind, True, folder, 2))
+def case_of(kind):
+    return Case(
+        model=partial(adapted, kind),
+        settings={"train_dataset": dataset(12)},
+        stock_loss=float64_loss,
+        flexseq={"activation_memory": "as_set"},
+        **({"of_model": with_loraplus} if kind == "loraplus" else {}),
+    )
 
 
 @pytest.mark.processes
@@ -63,10 +62,8 @@ def run(rank, world_size, kind, folder):
     ids=["some", "all"],
 )
 def test_two_ranks_train_as_the_plain_trainer_does(kinds, tmp_path):
-    by_kind = run_cases(run, 2, [(kind, tmp_path) for kind in kinds], seconds=150)
-    for kind, by_rank in zip(kinds, by_kind, strict=True):
-        torch.manual_seed(0)
-        stock = trained(make_trainer(kind, False, tmp_path, 4))
+    cases = {kind: case_of(kind) for kind in kinds}
+    for kind, stock, by_rank in both(cases, tmp_path, seconds=150):
         saves = "modules_to_save" in KINDS[kind]
         assert max(weights_apart(stock, ours) for ours in by_rank) < BOUNDS[saves], kind
 

@@ -24,11 +24,11 @@ from hf_flexseq.memory.pages import MIB, HostMemoryFull
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan.memory import MemoryChoice
 from tests.budget import others_nightly
+from tests.differential.case import sft_trainer
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import BOUNDS, Case, assert_alike, compare, save_inputs
 from tests.hf.test_exactness import gradients_under_random_plans
-from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import FAMILIES, keep_float64, make_model, plans_across
 from tests.hf.test_reach import LENGTHS as REACH_LENGTHS
 from tests.hf.test_remat import (

@@ -1,5 +1,7 @@
 """FlexSeqMixin on TRL's SFTTrainer, whose fused head and figures stay, and LoRA through PEFT."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import (
@@ -17,7 +19,8 @@ from hf_flexseq import (
     FlexSeqTrainer,
 )
 from hf_flexseq.hf.losses.token_means import TokenMeans
-from tests import budget
+from tests.differential.case import Case, sft_trainer
+from tests.differential.runs import run, stock_run
 from tests.hf.test_trainer import (
     OPTIONS,
     dataset,
@@ -27,7 +30,7 @@ from tests.hf.test_trainer import (
     training_arguments,
 )
 from tests.hf.tiny import tiny_llama
-from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
+from tests.hf.trainers import assert_logged_alike, trained, weights_apart
 from tests.hf.trainers import word_tokenizer as tokenizer
 from tests.ranks import run_cases, run_ranks
 
@@ -36,62 +39,39 @@ class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
     pass
 
 
-def sft_trainer(cls, folder, batch, *, settings=None, **given):
-    """An SFTTrainer on documents as they are. settings: of its SFTConfig."""
-    defaults = {
-        "max_length": None,
-        "max_steps": budget.trainer_steps,
-        "gradient_checkpointing": False,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "bf16": False,
-        "train_dataset": Dataset.from_list(dataset()),
-        "data_collator": None,
-        "processing_class": tokenizer(),
-    }
-    settings = {**defaults, **(settings or {}), **given}
-    return trainer_of(cls, folder, config=SFTConfig, batch=batch, **settings)
-
-
 def lora_llama():
     layers = ["q_proj", "v_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
     return get_peft_model(tiny_llama(), config)
 
 
-def make_trainer(kind, ours, folder, batch):
-    """A trainer of three steps."""
-    settings = {"flexseq": {} if ours else None, "batch": batch}
-    if kind == "lora":
-        model = lora_llama()
-        if not ours:
-            model.get_base_model().loss_function = float64_loss
-        return trainer_of(Trainer, folder, model=model, train_dataset=dataset(), **settings)
-    model = tiny_llama(torch.float64 if kind == "sft" else torch.float32)
-    trainer = sft_trainer(SFTTrainer, folder, model=model, bf16=kind != "sft", **settings)
-    if kind == "bf16, evaluated first":
-        before = dict(vars(model))
-        trainer.evaluate(Dataset.from_list(dataset(8)))
-        assert vars(model).keys() == before.keys()
-        assert model.forward == before["forward"]  # TRL's, with its own head
-    return trainer
+def evaluate_first(trainer):
+    model = trainer.model
+    before = dict(vars(model))
+    trainer.evaluate(Dataset.from_list(dataset(8)))
+    assert vars(model).keys() == before.keys()
+    assert model.forward == before["forward"]  # TRL's, with its own head
 
 
-def run(rank, world_size, kind, folder):
-    torch.set_default_dtype(torch.float32)
-    return trained(make_trainer(kind, True, folder, 2))
+IN_BF16 = Case(base=SFTTrainer, model=partial(tiny_llama, torch.float32), settings={"bf16": True})
+KINDS = {
+    "sft": Case(base=SFTTrainer),
+    "lora": Case(model=lora_llama, settings={"train_dataset": dataset()}, stock_loss=float64_loss),
+    "bf16": IN_BF16,
+    "bf16, evaluated first": replace(IN_BF16, prepare=evaluate_first),
+}
 
 
 @pytest.mark.processes
 def test_sft_with_its_own_head_and_lora_train_as_under_the_plain_trainer(tmp_path):
-    kinds = ["sft", "lora", "bf16", "bf16, evaluated first"]
-    by_kind = run_cases(run, 2, [(kind, tmp_path) for kind in kinds], seconds=120)
-    of_sft, of_lora, of_bf16, of_evaluated = by_kind
-    stock = trained(make_trainer("sft", False, tmp_path, 4))
+    cases = [(case, tmp_path) for case in KINDS.values()]
+    of_sft, of_lora, of_bf16, of_evaluated = run_cases(run, 2, cases, seconds=120)
+    stock = stock_run(KINDS["sft"], tmp_path)
     for ours in of_sft:
         assert weights_apart(stock, ours) < 2e-6
         assert_logged_alike(stock, ours, ["loss", "grad_norm", "num_tokens"], rel=1e-5)
         assert logged(ours.log, "flexseq/micro_batches")
-    stock = trained(make_trainer("lora", False, tmp_path, 4))
+    stock = stock_run(KINDS["lora"], tmp_path)
     for ours in of_lora:
         assert weights_apart(stock, ours) < 1e-8
     for ours in (*of_evaluated, of_bf16[1]):

@@ -2,6 +2,7 @@
 under any plan and on any number of ranks."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,18 +10,19 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords
+from tests.differential.case import Case, make_trainer
+from tests.differential.runs import run, stock_run
 from tests.hf import objectives
-from tests.hf.objectives import Case
 from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
-from tests.hf.test_trainer import dataset, float64_loss, logged
+from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import RandomPlanEngine, documents, tiny_llama
-from tests.hf.trainers import distance, trained, trainer_of, weights_apart
+from tests.hf.trainers import assert_logged_alike, distance, trained, weights_apart
 from tests.ranks import run_cases
 
 ALPHA, SEED = 5.0, 42
@@ -111,55 +113,44 @@ def test_noise_is_uniform():
 # ---- trainers
 
 
-def make_trainer(folder, flexseq, *, alpha=ALPHA, **settings):
-    """A trainer of two steps in float64, of eight documents each."""
-    model = tiny_llama(torch.float64)
-    if flexseq is None:
-        model.loss_function = float64_loss
-    defaults = {"batch": 8, "neftune_noise_alpha": alpha, "seed": SEED, "max_steps": 2}
-    return trainer_of(
-        Trainer,
-        folder,
-        flexseq=flexseq,
-        model=model,
-        train_dataset=dataset(16),
-        **{**defaults, **settings},
-    )
-
-
+NOISY = Case(
+    settings={"neftune_noise_alpha": ALPHA, "seed": SEED, "max_steps": 2},
+    batch=8,
+    stock_loss=float64_loss,
+    stock_settings={"neftune_noise_alpha": None, "callbacks": [SameNoise()]},
+)
+QUIET = replace(NOISY, stock_settings={"neftune_noise_alpha": None})
 WHOLE = {"max_tokens_per_rank": 100}  # every sequence fits on one rank
-PLANS = [
-    ({"planner": "static", "sp_degree": 2}, {"batch": 4}),
-    ({"lookahead": 0}, {"batch": 2, "accumulation": 2}),
-    (WHOLE | {"strategy": "local"}, {"batch": 4, "gradient_checkpointing": True}),
-]
-
-
-def run(rank, world_size, folder, flexseq, settings):
-    return trained(make_trainer(folder, flexseq, **settings))
+CHECKPOINTED = {**NOISY.settings, "gradient_checkpointing": True}
+PLANS = {
+    "shared": replace(NOISY, flexseq={"planner": "static", "sp_degree": 2}),
+    "accumulated": replace(NOISY, accumulation=2),
+    "apart": replace(NOISY, flexseq=WHOLE | {"strategy": "local"}, settings=CHECKPOINTED),
+}
 
 
 @pytest.mark.processes
 def test_weights_are_those_of_the_plain_trainer_with_this_noise_under_any_plan(tmp_path):
-    by_plan = run_cases(run, 2, [(tmp_path, *plan) for plan in PLANS])
-    stock = trained(make_trainer(tmp_path, None, alpha=None, callbacks=[SameNoise()]))
-    quiet = trained(make_trainer(tmp_path, None, alpha=None))
-    assert weights_apart(stock, quiet) > 1e-3, "noise makes a difference"
-    for plan, by_rank in zip(PLANS, by_plan, strict=True):
+    noisy, quiet = (stock_run(case, tmp_path) for case in (NOISY, QUIET))
+    assert weights_apart(noisy, quiet) > 1e-3, "noise makes a difference"
+    cases = [(case, tmp_path) for case in PLANS.values()]
+    for plan, by_rank in zip(PLANS, run_cases(run, 2, cases), strict=True):
         for found in by_rank:
-            assert weights_apart(stock, found) < 1e-6, plan
-            assert logged(found.log, "loss") == pytest.approx(logged(stock.log, "loss"), rel=1e-6)
+            assert weights_apart(noisy, found) < 1e-6, plan
+            assert_logged_alike(noisy, found, ["loss"], rel=1e-6)
 
 
 @pytest.mark.processes
 def test_a_resumed_run_has_the_same_noise_and_an_evaluation_has_none(tmp_path):
-    trainer = make_trainer(tmp_path, WHOLE, save_strategy="steps", save_steps=1)
+    case = replace(QUIET, flexseq=WHOLE)
+    saving = {**case.settings, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(replace(case, settings=saving), tmp_path, is_ours=True)
     whole = trained(trainer)
-    resumed = make_trainer(tmp_path, WHOLE)
+    resumed = make_trainer(case, tmp_path, is_ours=True)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     for name, parameter in resumed.model.named_parameters():
         assert (parameter.detach().numpy() == whole.weights[name]).all(), name
-    plain = make_trainer(tmp_path, None, alpha=None)
+    plain = make_trainer(case, tmp_path, is_ours=False)
     plain.model.load_state_dict(trainer.model.state_dict())
     data = dataset(5)
     settings = {"per_device_eval_batch_size": 8}
@@ -203,7 +194,7 @@ def test_sharded_models_and_adapters_on_embeddings_have_the_same_noise(tmp_path)
 
 
 def pairs_run(rank, world_size, folder, alpha, cap):
-    case = Case(kind="dpo", steps=2, settings={"neftune_noise_alpha": alpha})
+    case = objectives.Case(kind="dpo", steps=2, settings={"neftune_noise_alpha": alpha})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(objectives.OPTIONS, "max_tokens_per_rank", cap)
         return objectives.run_case(case, True, folder)

@@ -2,6 +2,7 @@
 against the plain Trainer with whole logits."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from hf_flexseq.hf.losses.outputs import PlannedOutput
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels import token_outputs as kernel
 from tests.budget import others_nightly
+from tests.differential.case import Case
+from tests.differential.runs import both_on_ranks
 from tests.hf.test_checks import OwnLoss
 from tests.hf.test_exactness import whole
 from tests.hf.test_metrics import scaled
@@ -214,23 +217,21 @@ class Focal(Trainer):
 
 
 FUNCTION = {"compute_loss_func": focal_loss}
+DATA = {"train_dataset": documents(LENGTHS), "eval_dataset": documents(LENGTHS[:8])}
+SETTINGS = {**DATA, "learning_rate": 0.1}
+PLAIN = Case(settings=SETTINGS | FUNCTION, evaluates=True)
+IN_TWO = {"batch": 2, "accumulation": 2}
 CASES = {
-    "function": FUNCTION,
-    "accumulated": {**FUNCTION, "accumulation": 2},
-    "class": {"base": Focal},
-    "scaled": {**FUNCTION, "model": scaled},
+    "function": PLAIN,
+    "accumulated": replace(PLAIN, batch=8, accumulation=2, stock_settings=IN_TWO),
+    "class": replace(PLAIN, base=Focal, settings=SETTINGS),
+    "scaled": replace(PLAIN, model=scaled),
 }
 
 
 def make(folder, *, flexseq=OPTIONS, base=Trainer, model=tiny_llama, **settings):
-    data = {"train_dataset": documents(LENGTHS), "eval_dataset": documents(LENGTHS[:8])}
-    settings = {"learning_rate": 0.1, **settings}
-    return trainer_of(base, folder, flexseq=flexseq, model=model(), **data, **settings)
-
-
-def train(rank, world_size, name, flexseq, folder):
-    trainer = make(folder, flexseq=flexseq, **CASES[name])
-    return trained(trainer), trainer.evaluate()["eval_loss"]
+    settings = {**SETTINGS, **settings}
+    return trainer_of(base, folder, flexseq=flexseq, model=model(), **settings)
 
 
 # What is accumulated is the function, too, over more batches.
@@ -240,13 +241,9 @@ OFTEN = ("accumulated", "class", "scaled")
 @pytest.mark.processes
 @pytest.mark.parametrize("names", others_nightly([OFTEN, ("function",)], tried=[OFTEN]))
 def test_own_losses_train_as_the_plain_trainer_does(tmp_path, names):
-    cases = [(name, flexseq, tmp_path) for name in names for flexseq in (None, {})]
-    by_case = run_cases(train, 2, cases)
-    for name, wanted, found in zip(names, by_case[::2], by_case[1::2], strict=True):
-        for (stock, evaluation), (ours, own_evaluation) in zip(wanted, found, strict=True):
-            assert weights_apart(stock, ours) < 1e-9, name
-            assert_logged_alike(stock, ours, ["loss"], rel=1e-6)
-            assert own_evaluation == pytest.approx(evaluation, rel=1e-6), name
+    for name, stock, ours in both_on_ranks({name: CASES[name] for name in names}, tmp_path):
+        assert weights_apart(stock, ours) < 1e-9, name
+        assert_logged_alike(stock, ours, ["loss", "eval_loss"], rel=1e-6)
 
 
 @pytest.mark.slow

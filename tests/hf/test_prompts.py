@@ -1,6 +1,8 @@
 """Prompt tuning and P-tuning through PEFT on two ranks: gradients, weights and figures are those
 of the plain trainers in one process."""
 
+from functools import partial
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -26,8 +28,9 @@ from hf_flexseq.hf.model.prompts import unsuitable_prompt
 from hf_flexseq.steps.embedding_noise import SIZES, NoiseColumns
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.virtual_tokens import NUMBERS, real_tokens, with_virtual_tokens
+from tests.differential.case import Case, make_trainer
+from tests.differential.runs import both
 from tests.hf.test_exactness import LENGTHS, own_batches, whole
-from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_trainer import padded
 from tests.hf.tiny import (
     RandomPlanEngine,
@@ -37,7 +40,7 @@ from tests.hf.tiny import (
     tiny_arguments,
     tiny_llama,
 )
-from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
+from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart
 from tests.ranks import run_cases
 
 CAUSAL = {"task_type": "CAUSAL_LM"}
@@ -176,37 +179,34 @@ class OwnLoss(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-def make_trainer(base, kind, folder, batch, flexseq, **settings):
+SETTINGS = {
+    "train_dataset": Dataset.from_list(whole_documents([1 + (i * i * 7) % 40 for i in range(40)])),
+    "eval_dataset": Dataset.from_list(whole_documents([3, 1, 12, 30, 7])),
+    "per_device_eval_batch_size": 64,  # all of it: the plain trainer averages means of batches
+    "learning_rate": 5.0,
+    "max_steps": 4,
+    "include_num_input_tokens_seen": "non_padding",
+}
+
+
+def case_of(base, kind, flexseq, settings, accumulation=1):
     """A trainer in float64, which evaluates."""
-    model = make_model(kind, 20)
-    if flexseq is None and base is not SFTTrainer:
-        model.get_base_model().loss_function = float64_loss
-    data = whole_documents([1 + (i * i * 7) % 40 for i in range(40)])
-    held_out = whole_documents([3, 1, 12, 30, 7])
-    settings = {
-        "model": model,
-        "train_dataset": Dataset.from_list(data),
-        "eval_dataset": Dataset.from_list(held_out),
-        "per_device_eval_batch_size": 64,  # all of it: the plain trainer averages means of batches
-        "learning_rate": 5.0,
-        "max_steps": 4,
-        "include_num_input_tokens_seen": "non_padding",
-        **settings,
-    }
-    if base is SFTTrainer:
-        return sft_trainer(base, folder, batch, flexseq=flexseq, **settings)
-    return trainer_of(base, folder, batch=batch, flexseq=flexseq, **settings)
-
-
-def run(rank, world_size, base, kind, folder, batch, flexseq, settings):
-    return trained(make_trainer(base, kind, folder, batch, flexseq, **settings), evaluates=True)
+    return Case(
+        base=base,
+        model=partial(make_model, kind, 20),
+        settings=SETTINGS | settings,
+        stock_loss=None if base is SFTTrainer else float64_loss,
+        flexseq=flexseq,
+        accumulation=accumulation,
+        evaluates=True,
+    )
 
 
 SPLIT = {"planner": "static", "sp_degree": 2}
-RUNS = {  # by name: trainer, kind, options of hf_flexseq, settings
+RUNS = {  # by name: trainer, kind, options of hf_flexseq, settings, accumulation
     "ten steps": (Trainer, "prompt tuning", SPLIT, {"max_steps": 10}),
     "sft": (SFTTrainer, "P-tuning", {}, {}),
-    "own loss": (OwnLoss, "prompt tuning", {}, {"accumulation": 2}),
+    "own loss": (OwnLoss, "prompt tuning", {}, {}, 2),
     "apart": (Trainer, "P-tuning", {"shared_prefixes": "off"}, {"gradient_checkpointing": True}),
     "one rank each": (Trainer, "P-tuning, LSTM", {"max_tokens_per_rank": 200}, {}),
     "dft": (SFTTrainer, "prompt tuning", SPLIT, {"loss_type": "dft"}),
@@ -222,27 +222,19 @@ OF_SFT = ["mean_token_accuracy", "entropy", "eval_entropy", "num_tokens"]
     ids=["some", "all"],
 )
 def test_steps_are_those_of_the_plain_trainers(names, tmp_path):
-    cases = []
-    for name in names:
-        base, kind, flexseq, settings = RUNS[name]
-        batch = 2 // settings.get("accumulation", 1)
-        cases.append((base, kind, tmp_path, batch, flexseq, settings))
-    by_case = run_cases(run, 2, cases, seconds=150)
-    for name, by_rank in zip(names, by_case, strict=True):
-        base, kind, _, settings = RUNS[name]
-        stock = run(0, 1, base, kind, tmp_path, 4, None, settings | {"accumulation": 1})
+    cases = {name: case_of(*RUNS[name]) for name in names}
+    for name, stock, by_rank in both(cases, tmp_path, seconds=150):
         for found in by_rank:
             assert weights_apart(stock, found) < 1e-8, name
-            figures = FIGURES + (OF_SFT if base is SFTTrainer else [])
+            figures = FIGURES + (OF_SFT if RUNS[name][0] is SFTTrainer else [])
             assert_logged_alike(stock, found, figures, rel=1e-5)
 
 
 def test_a_run_resumes_and_its_adapter_is_one_of_peft(tmp_path):
     def trainer_in(folder, **settings):
         plan = {"max_tokens_per_rank": 200}
-        return make_trainer(
-            Trainer, "prompt tuning", folder, 4, plan, save_strategy="steps", **settings
-        )
+        case = case_of(Trainer, "prompt tuning", plan, {"save_strategy": "steps", **settings})
+        return make_trainer(case, folder, is_ours=True)
 
     straight = trainer_in(tmp_path / "a", save_steps=2)
     straight.train()

@@ -18,10 +18,10 @@ from trl import SFTTrainer
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
 from tests.budget import others_nightly
+from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case, assert_alike
 from tests.hf.test_exactness import own_batches, whole
-from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
 from tests.hf.test_trainer import dataset, logged

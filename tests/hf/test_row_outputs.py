@@ -12,6 +12,7 @@ from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from hf_flexseq.steps.row_outputs import outputs_of_rows
+from tests.differential.case import sft_trainer
 from tests.hf.objectives import (
     FLOAT32_BOUND,
     Case,
@@ -19,7 +20,6 @@ from tests.hf.objectives import (
     causal_model,
     save_inputs,
 )
-from tests.hf.test_mixin import sft_trainer
 from tests.hf.test_router import mixture
 from tests.hf.test_shared_prefixes import conversations, spared
 from tests.hf.tiny import tiny_llama

@@ -21,7 +21,7 @@ from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.hf.trainer.step_memory import RECORD
 from hf_flexseq.plan import PlanInfeasible
 from tests.budget import others_nightly
-from tests.hf.test_mixin import sft_trainer
+from tests.differential.case import sft_trainer
 from tests.hf.test_tiles import starcoder
 from tests.hf.tiny import batches, documents, tiny_arguments, tiny_llama
 from tests.hf.trainers import CLOCKS, Run, loss_of_squares, trained, trainer_of, weights_of

@@ -19,7 +19,7 @@ from hf_flexseq.steps.users_code import (
     users_forward_hooks,
     users_modules,
 )
-from tests.hf.test_mixin import sft_trainer
+from tests.differential.case import sft_trainer
 from tests.hf.test_overrides import make
 from tests.hf.test_own_losses import Focal, figures_of
 from tests.hf.test_trainer import dataset, logged, loss_of_targets, mean_or_sum, padded

@@ -18,8 +18,8 @@ from hf_flexseq.hf.model.loss_kinds import reads_logits_of_all_tokens, reads_sum
 from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS
 from hf_flexseq.hf.refusals.trainer import check_trainer
 from hf_flexseq.steps.images import UnsupportedImages
+from tests.differential.case import sft_trainer
 from tests.hf.test_checks import make_trainer
-from tests.hf.test_mixin import sft_trainer
 from tests.hf.tiny import SIZES, refused
 from tests.hf.trainers import trainer_of
 

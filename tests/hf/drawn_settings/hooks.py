@@ -3,16 +3,12 @@
 import torch
 from torch import nn
 
+from tests.differential.case import base_of
 from tests.hf.drawn_settings.change import Change, other_labels, recorder, shifted_ids
 from tests.hf.drawn_settings.options import ALL
 
 HOOKS: dict[str, Change] = {}
 on_model = recorder(HOOKS, "model")
-
-
-def base_of(model):
-    """The model without adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def layers_of(model):

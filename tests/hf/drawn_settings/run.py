@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, disable_progress_bars, load_from_disk
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin
+from tests.differential.case import base_of
+from tests.differential.runs import begin_anew
 from tests.hf import objectives
 from tests.hf.drawn_settings import sources
 from tests.hf.drawn_settings.case import CHANGES
-from tests.hf.drawn_settings.hooks import base_of
 from tests.hf.drawn_settings.options import ON_SAMPLES
 from tests.hf.drawn_settings.verdicts import Judged, Outcome, Verdict, of_both, of_refusal
 from tests.hf.objectives import word_tokenizer
@@ -173,10 +173,8 @@ def outcome_of(case, is_ours, folder):
 @contextlib.contextmanager
 def _as_a_process_of_its_own():
     """Hide from a training what the one before has left in the process."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    begin_anew(5)
     before = dict(os.environ)
-    torch.manual_seed(5)
     try:
         yield
     finally:
