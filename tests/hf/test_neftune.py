@@ -173,7 +173,7 @@ def gradients(rank, world_size, kind, seed, alpha):
         sharded(model)
     engine = RandomPlanEngine(Accelerator(cpu=True), seed)
     if alpha is not None:
-        engine.use(ModelSettings(noise=(alpha, SEED)))
+        engine.settings = ModelSettings(noise=(alpha, SEED))
     engine.attach(model.train())
     wrapped = model if kind == "fsdp2" else DistributedDataParallel(model)
     batches = own_batches(documents(LENGTHS), rank, world_size)

@@ -172,13 +172,6 @@ def test_gradients_are_those_of_peft_under_any_plan():
 # ---- trainers
 
 
-class OwnLoss(Trainer):
-    """Has code of the user's, which is tried before the first step."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
 SETTINGS = {
     "train_dataset": Dataset.from_list(whole_documents([1 + (i * i * 7) % 40 for i in range(40)])),
     "eval_dataset": Dataset.from_list(whole_documents([3, 1, 12, 30, 7])),
@@ -206,8 +199,13 @@ SPLIT = {"planner": "static", "sp_degree": 2}
 RUNS = {  # by name: trainer, kind, options of hf_flexseq, settings, accumulation
     "ten steps": (Trainer, "prompt tuning", SPLIT, {"max_steps": 10}),
     "sft": (SFTTrainer, "P-tuning", {}, {}),
-    "own loss": (OwnLoss, "prompt tuning", {}, {}, 2),
-    "apart": (Trainer, "P-tuning", {"shared_prefixes": "off"}, {"gradient_checkpointing": True}),
+    "apart": (
+        Trainer,
+        "P-tuning",
+        {"shared_prefixes": "off"},
+        {"gradient_checkpointing": True},
+        2,
+    ),
     "one rank each": (Trainer, "P-tuning, LSTM", {"max_tokens_per_rank": 200}, {}),
     "dft": (SFTTrainer, "prompt tuning", SPLIT, {"loss_type": "dft"}),
 }
