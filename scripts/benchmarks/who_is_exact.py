@@ -1,0 +1,177 @@
+"""Who is exact? Updates of training stacks on two ranks against one process in float64.
+
+    python scripts/benchmarks/who_is_exact.py --stack trainer --row packed
+    python scripts/benchmarks/who_is_exact.py --json who.json
+
+Rows are situations that users meet, columns are stacks, each used as its documentation says (see
+exact_peers/): one cell is one run on two CPU processes over gloo. Its figure is
+
+    update    || weights - weights of one process || / || update of one process ||
+
+all weights that learn together, after two optimizer steps of SGD (five where a run resumes). Models
+are tiny and train in float32; one process computes in float64, a document at a time, without
+batches, padding or a trainer. Rounding of float32 gives 1e-7 to 2e-6. The row of the evaluation's
+loss has the largest relative error of the loss over batch sizes instead.
+
+A cell without a figure says why: `refused` and the first line of a stack's own error (ValueError,
+NotImplementedError), `fails` and that of any other error, `hangs` after --seconds, `cannot run
+here` where it needs what a CPU has not, or where the stack has no such thing.
+
+axolotl and ms-swift pin other versions: their first cell makes an environment in
+build/exact_peers/STACK with the newest version of the package index (minutes).
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; ranks share the cores
+
+import json
+import math
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from common import HERE, ROOT, argument_parser, machine, table, write_record
+
+sys.path += [str(ROOT), str(HERE / "exact_peers")]
+import huggingface
+from situations import RANKS, ROWS, reference
+from tests.ranks import run_ranks
+
+
+STACKS = {
+    "trainer": "Trainer, DDP",
+    "alst": "Trainer, DeepSpeed ALST",
+    "cp": "Trainer, accelerate's context parallelism",
+    "ms_swift": "ms-swift",
+    "axolotl": "axolotl",
+    "ours": "hf_flexseq",
+}
+PACKAGES = {"ms_swift": "ms-swift", "axolotl": "axolotl"}  # in an environment of their own
+NOWHERE = {("trainer", "all_ranks"): "the Trainer computes a sequence on one rank"}
+SAID = "who_is_exact: "  # before the first line of a message
+NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU", re.IGNORECASE)
+REFUSALS = ("ValueError", "NotImplementedError", "ValidationError")
+EXACT = 2e-6  # of the update, in float32
+
+
+class Cell(NamedTuple):
+    """What one stack makes of one row."""
+
+    kind: str
+    """figure, refused, fails, hangs or cannot run here."""
+
+    error: float | None
+    """Of the update, or of the evaluation's loss; None without a figure."""
+
+    says: str
+    """The first line of a message, or a reason; "" for a figure."""
+
+    def __str__(self) -> str:
+        """Return the cell as the table shows it."""
+        if self.error is None:
+            return f"*{self.kind}*" + (f": {self.says}" if self.says else "")
+        return f"{self.error:.1e}" if self.error <= EXACT else f"**{self.error:.1e}**"
+
+
+# ---- a cell
+
+
+def on_rank(rank: int, world_size: int, stack: str, row: str, folder: Path, resumes: bool) -> Any:
+    """Return what a stack finds on this rank, plain arrays; a failure names its first line."""
+    try:
+        if stack == "reference":
+            found = reference(row)
+            return numbers(found.start), numbers(found.weights), found.eval_loss
+        found = huggingface.trained(stack, row, folder, resumes)
+        return numbers(found["weights"]), found["eval_losses"]
+    except Exception as error:
+        said = [type(error).__name__, *str(error).strip().splitlines(), ""]
+        raise RuntimeError(f"{SAID}{json.dumps(said[:2])}") from error
+
+
+def numbers(weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+    """Return weights as arrays, which a rank can return."""
+    return {name: value.numpy() for name, value in weights.items()}
+
+
+@cache
+def one_process(row: str) -> Any:
+    """Return the weights before and after in one process, and its loss of an evaluation."""
+    return run_ranks(on_rank, 1, "reference", row, Path(), False, seconds=120)[0]
+
+
+def cell(stack: str, row: str, seconds: float) -> Cell:
+    """Run one stack on one row. seconds: after which it hangs."""
+    if (stack, row) in NOWHERE:
+        return Cell("cannot run here", None, NOWHERE[stack, row])
+    start, wanted, eval_loss = one_process(row)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for resumes in (False, True) if row == "resume" else (False,):
+                weights, losses = run_ranks(
+                    on_rank, RANKS, stack, row, Path(folder), resumes, seconds=seconds
+                )[0]
+        except AssertionError as failure:
+            return unfinished(str(failure), seconds)
+    if row == "eval":
+        error = max(abs(loss - eval_loss) / eval_loss for loss in losses)
+    else:
+        error = distance(weights, wanted) / distance(start, wanted)
+    return Cell("figure", error, "")
+
+
+def distance(some: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    """Return the norm of the difference of all weights together."""
+    if some.keys() != others.keys():
+        raise ValueError(f"other weights than one process has: {some.keys() ^ others.keys()}")
+    return math.hypot(*(float(((some[name] - others[name]) ** 2).sum()) ** 0.5 for name in some))
+
+
+def unfinished(failure: str, seconds: float) -> Cell:
+    """Return the cell of a run that ended with a failure of `run_ranks`."""
+    found = re.search(SAID + r"(\[.*\])", failure)
+    if found is None:
+        if "did not finish in time" in failure:
+            return Cell("hangs", None, f"after {seconds:.0f} s")
+        return Cell("fails", None, failure.strip().splitlines()[-1])
+    kind, line = json.loads(found[1])
+    if NEEDS_GPU.search(line):
+        return Cell("cannot run here", None, line)
+    return Cell("refused" if kind in REFUSALS else "fails", None, f"{kind}: {line}")
+
+
+# ---- the table
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--stack", nargs="+", choices=STACKS, default=list(STACKS))
+    parser.add_argument("--row", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--seconds", type=float, default=60, help="after which a cell hangs")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    print(machine("torch", "transformers", "accelerate"), "\n")
+    cells: dict[str, dict[str, Cell]] = {row: {} for row in asked.row}
+    for stack in asked.stack:
+        for row in asked.row:
+            began = time.monotonic()
+            cells[row][stack] = cell(stack, row, asked.seconds)
+            took = f"{time.monotonic() - began:.0f} s"
+            print(f"{stack}, {row}: {cells[row][stack]} ({took})", file=sys.stderr, flush=True)
+    head = ("", *(STACKS[stack] for stack in asked.stack))
+    lines = [(ROWS[row].says, *of_row.values()) for row, of_row in cells.items()]
+    print(table(head, lines))
+    raw = {row: {s: one._asdict() for s, one in of.items()} for row, of in cells.items()}
+    write_record(asked.json, raw)
+
+
+if __name__ == "__main__":
+    main()
