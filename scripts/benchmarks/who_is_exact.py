@@ -8,7 +8,7 @@ exact_peers/): one cell is one run on two CPU processes over gloo. Its figure is
 
     update    || weights - weights of one process || / || update of one process ||
 
-all weights that learn together, after two optimizer steps of SGD (five where a run resumes). Models
+all weights that learn together, after one optimizer step of SGD (five where a run resumes), which is the gradient. Models
 are tiny and train in float32; one process computes in float64, a document at a time, without
 batches, padding or a trainer. Rounding of float32 gives 1e-7 to 2e-6. The row of the evaluation's
 loss has the largest relative error of the loss over batch sizes instead.
@@ -57,8 +57,9 @@ STACKS = {
 PACKAGES = {"ms_swift": "ms-swift", "axolotl": "axolotl"}  # in an environment of their own
 NOWHERE = {("trainer", "all_ranks"): "the Trainer computes a sequence on one rank"}
 SAID = "who_is_exact: "  # before the first line of a message
-NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU", re.IGNORECASE)
+NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU|Gloo", re.IGNORECASE)
 REFUSALS = ("ValueError", "NotImplementedError", "ValidationError")
+Arrays = Mapping[str, Any]  # weights by name
 EXACT = 2e-6  # of the update, in float32
 
 
@@ -72,13 +73,14 @@ class Cell(NamedTuple):
     """Of the update, or of the evaluation's loss; None without a figure."""
 
     says: str
-    """The first line of a message, or a reason; "" for a figure."""
+    """The first line of a message, or a reason; of a figure the factor, if it is not 1."""
 
     def __str__(self) -> str:
         """Return the cell as the table shows it."""
         if self.error is None:
             return f"*{self.kind}*" + (f": {self.says}" if self.says else "")
-        return f"{self.error:.1e}" if self.error <= EXACT else f"**{self.error:.1e}**"
+        figure = f"{self.error:.1e}" if self.error <= EXACT else f"**{self.error:.1e}**"
+        return f"{figure} ({self.says})" if self.says else figure
 
 
 # ---- a cell
@@ -97,7 +99,7 @@ def on_rank(rank: int, world_size: int, stack: str, row: str, folder: Path, resu
         raise RuntimeError(f"{SAID}{json.dumps(said[:2])}") from error
 
 
-def numbers(weights: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+def numbers(weights: Mapping[str, torch.Tensor]) -> Arrays:
     """Return weights as arrays, which a rank can return."""
     return {name: value.numpy() for name, value in weights.items()}
 
@@ -122,13 +124,23 @@ def cell(stack: str, row: str, seconds: float) -> Cell:
         except AssertionError as failure:
             return unfinished(str(failure), seconds)
     if row == "eval":
-        error = max(abs(loss - eval_loss) / eval_loss for loss in losses)
-    else:
-        error = distance(weights, wanted) / distance(start, wanted)
-    return Cell("figure", error, "")
+        return Cell("figure", max(abs(loss - eval_loss) / eval_loss for loss in losses), "")
+    error = distance(weights, wanted) / distance(start, wanted)
+    return Cell("figure", error, "" if error <= EXACT else factor(start, wanted, weights))
 
 
-def distance(some: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+def factor(start: Arrays, wanted: Arrays, found: Arrays) -> str:
+    """Return by which factor the update is too long, and how far it is off without the factor;
+    "" where the factor is 1, to a thousandth."""
+    product = sum(((found[n] - start[n]) * (wanted[n] - start[n])).sum() for n in wanted)
+    by = float(product) / distance(start, wanted) ** 2
+    if abs(by - 1) < 1e-3:
+        return ""
+    rest = {n: start[n] + (found[n] - start[n]) / by for n in wanted}
+    return f"{by:.3g} x the update, else {distance(rest, wanted) / distance(start, wanted):.1e}"
+
+
+def distance(some: Arrays, others: Arrays) -> float:
     """Return the norm of the difference of all weights together."""
     if some.keys() != others.keys():
         raise ValueError(f"other weights than one process has: {some.keys() ^ others.keys()}")

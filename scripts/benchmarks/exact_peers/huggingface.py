@@ -10,6 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from situations import (
+    EAGER,
     EVAL_BATCHES,
     IGNORED,
     RANKS,
@@ -63,8 +64,8 @@ def packed(stack: str) -> Any:
     return collate
 
 
-def parallelism(stack: str) -> dict[str, Any]:
-    """Return the training arguments by which a stack cuts sequences."""
+def parallelism(stack: str, attention: str) -> dict[str, Any]:
+    """Return the training arguments by which a stack cuts sequences. attention: the model's."""
     from accelerate.utils import (
         DeepSpeedSequenceParallelConfig,
         ParallelismConfig,
@@ -74,9 +75,11 @@ def parallelism(stack: str) -> dict[str, Any]:
     if stack == "alst":
         import deepspeed
 
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compilation
         deepspeed.init_distributed("gloo")
         handler = DeepSpeedSequenceParallelConfig(
-            sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+            sp_seq_length_is_variable=True, sp_attn_implementation=attention
         )
         return {
             "parallelism_config": ParallelismConfig(
@@ -122,7 +125,7 @@ def settings(stack: str, row: str, folder: Path) -> dict[str, Any]:
         "remove_unused_columns": row == "dpo",
         "ddp_find_unused_parameters": False,
         "seed": 1,
-        **parallelism(stack),
+        **parallelism(stack, "eager" if ROWS[row].family in EAGER else "sdpa"),
     }
 
 

@@ -71,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": (
         "Mixtral",
         {
+            "head_dim": 8,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": None,
@@ -98,7 +99,7 @@ class Situation:
     accumulation: int = 1
     """Batches of a rank and optimizer step under data parallelism."""
 
-    steps: int = 2
+    steps: int = 1
     """Optimizer steps of SGD."""
 
     family: str = "Llama"
@@ -138,12 +139,12 @@ ROWS: dict[str, Situation] = {
     ),
     "lora": Situation(says="LoRA", lengths=EVEN),
     "dpo": Situation(says="DPO pairs", lengths=EVEN),
-    "all_ranks": Situation(says="a sequence that needs all ranks", lengths=(128, 64)),
+    "all_ranks": Situation(says="a sequence that needs all ranks", lengths=(128, 128)),
     "eval": Situation(
-        says="evaluation loss, batches of 1, 2, 4", lengths=UNEVEN, masked=True, batch=4, steps=1
+        says="evaluation loss, batches of 1, 2, 4", lengths=UNEVEN, masked=True, batch=4
     ),
     "resume": Situation(
-        says="resumed in the middle of an epoch", lengths=(40, 32, 36, 28, 24), steps=5
+        says="resumed in the middle of an epoch", lengths=EVEN, masked=True, steps=5
     ),
 }
 RATES = {"eval": 0.0, "dpo": 2.0}  # learning rates; an evaluation leaves the weights
@@ -170,7 +171,8 @@ def make_model(row: str) -> Any:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        options = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+        model = get_peft_model(model, LoraConfig(init_lora_weights=False, **options))
     return model
 
 
