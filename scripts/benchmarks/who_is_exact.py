@@ -14,7 +14,8 @@ batches, padding or a trainer. Rounding of float32 gives 1e-7 to 2e-6. The row o
 loss has the largest relative error of the loss over batch sizes instead.
 
 A cell without a figure says why: `refused` and the first line of a stack's own error (ValueError,
-NotImplementedError), `fails` and that of any other error, `hangs` after --seconds, `cannot run
+NotImplementedError), `fails` and that of any other error, `hangs` after --seconds (three times as many for a
+command of its own), `cannot run
 here` where it needs what a CPU has not, or where the stack has no such thing.
 
 axolotl and ms-swift pin other versions: their first cell makes an environment in
@@ -28,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; ranks share the
 import json
 import math
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +43,7 @@ import torch
 from common import HERE, ROOT, argument_parser, machine, table, write_record
 
 sys.path += [str(ROOT), str(HERE / "exact_peers")]
+import command_lines
 import huggingface
 from situations import RANKS, ROWS, reference
 from tests.ranks import run_ranks
@@ -54,10 +57,9 @@ STACKS = {
     "axolotl": "axolotl",
     "ours": "hf_flexseq",
 }
-PACKAGES = {"ms_swift": "ms-swift", "axolotl": "axolotl"}  # in an environment of their own
 NOWHERE = {("trainer", "all_ranks"): "the Trainer computes a sequence on one rank"}
 SAID = "who_is_exact: "  # before the first line of a message
-NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU|Gloo", re.IGNORECASE)
+NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU|Gloo|flash.attention", re.IGNORECASE)
 REFUSALS = ("ValueError", "NotImplementedError", "ValidationError")
 Arrays = Mapping[str, Any]  # weights by name
 EXACT = 2e-6  # of the update, in float32
@@ -117,12 +119,13 @@ def cell(stack: str, row: str, seconds: float) -> Cell:
     start, wanted, eval_loss = one_process(row)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for resumes in (False, True) if row == "resume" else (False,):
-                weights, losses = run_ranks(
-                    on_rank, RANKS, stack, row, Path(folder), resumes, seconds=seconds
-                )[0]
+            weights, losses = run(stack, row, Path(folder), seconds)
         except AssertionError as failure:
-            return unfinished(str(failure), seconds)
+            return of_ranks(str(failure), seconds)
+        except subprocess.TimeoutExpired as late:
+            return Cell("hangs", None, f"after {late.timeout:.0f} s")
+        except command_lines.Failed as failed:
+            return unfinished(failed.kind, failed.line)
     if row == "eval":
         return Cell("figure", max(abs(loss - eval_loss) / eval_loss for loss in losses), "")
     error = distance(weights, wanted) / distance(start, wanted)
@@ -140,6 +143,20 @@ def factor(start: Arrays, wanted: Arrays, found: Arrays) -> str:
     return f"{by:.3g} x the update, else {distance(rest, wanted) / distance(start, wanted):.1e}"
 
 
+def run(stack: str, row: str, folder: Path, seconds: float) -> tuple[Arrays, list[float]]:
+    """Return a stack's weights after a row, and its losses of evaluations.
+
+    seconds: for a run; a command has three times as many, as it imports all of its stack.
+    """
+    if stack in command_lines.PACKAGES:
+        found, losses = command_lines.trained(stack, row, folder, 3 * seconds)
+        return numbers(found), losses
+    parts = (False, True) if row == "resume" else (False,)
+    for resumes in parts:
+        results = run_ranks(on_rank, RANKS, stack, row, folder, resumes, seconds=seconds)
+    return results[0]
+
+
 def distance(some: Arrays, others: Arrays) -> float:
     """Return the norm of the difference of all weights together."""
     if some.keys() != others.keys():
@@ -147,14 +164,18 @@ def distance(some: Arrays, others: Arrays) -> float:
     return math.hypot(*(float(((some[name] - others[name]) ** 2).sum()) ** 0.5 for name in some))
 
 
-def unfinished(failure: str, seconds: float) -> Cell:
+def of_ranks(failure: str, seconds: float) -> Cell:
     """Return the cell of a run that ended with a failure of `run_ranks`."""
     found = re.search(SAID + r"(\[.*\])", failure)
-    if found is None:
-        if "did not finish in time" in failure:
-            return Cell("hangs", None, f"after {seconds:.0f} s")
-        return Cell("fails", None, failure.strip().splitlines()[-1])
-    kind, line = json.loads(found[1])
+    if found is not None:
+        return unfinished(*json.loads(found[1]))
+    if "did not finish in time" in failure:
+        return Cell("hangs", None, f"after {seconds:.0f} s")
+    return Cell("fails", None, failure.strip().splitlines()[-1])
+
+
+def unfinished(kind: str, line: str) -> Cell:
+    """Return the cell of a run that ended with an error of some class; line: its first one."""
     if NEEDS_GPU.search(line):
         return Cell("cannot run here", None, line)
     return Cell("refused" if kind in REFUSALS else "fails", None, f"{kind}: {line}")

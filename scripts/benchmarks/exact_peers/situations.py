@@ -194,7 +194,7 @@ def documents(row: str) -> list[dict[str, list[int]]]:
         for part in range(situation.packed):
             length = lengths[(number + part) % len(lengths)]
             ids = [drawn.randrange(2, VOCABULARY) for _ in range(length - 1)] + [END]
-            ignored = drawn.randrange(length - 2) if situation.masked else 1
+            ignored = drawn.randrange(1, length - 2) if situation.masked else 1
             whole["input_ids"] += ids
             whole["labels"] += [IGNORED] * ignored + ids[ignored:]
             whole["position_ids"] += range(length)
