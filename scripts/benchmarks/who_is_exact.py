@@ -8,15 +8,15 @@ exact_peers/): one cell is one run on two CPU processes over gloo. Its figure is
 
     update    || weights - weights of one process || / || update of one process ||
 
-all weights that learn together, after one optimizer step of SGD (five where a run resumes), which is the gradient. Models
-are tiny and train in float32; one process computes in float64, a document at a time, without
-batches, padding or a trainer. Rounding of float32 gives 1e-7 to 2e-6. The row of the evaluation's
-loss has the largest relative error of the loss over batch sizes instead.
+all weights that learn together, after one optimizer step of SGD (five where a run resumes): the
+gradient. Models are tiny and train in float32; one process computes in float64, a document at a
+time, without batches, padding or a trainer. Rounding of float32 gives 1e-7 to 2e-6. The row `eval`
+has the largest relative error of the evaluation's loss over batch sizes instead.
 
 A cell without a figure says why: `refused` and the first line of a stack's own error (ValueError,
-NotImplementedError), `fails` and that of any other error, `hangs` after --seconds (three times as many for a
-command of its own), `cannot run
-here` where it needs what a CPU has not, or where the stack has no such thing.
+NotImplementedError), `fails` and that of any other error, `hangs` after --seconds (three times as
+many for a command), `cannot run here` where it needs what a CPU or gloo has not, or where the
+stack has no such thing.
 
 axolotl and ms-swift pin other versions: their first cell makes an environment in
 build/exact_peers/STACK with the newest version of the package index (minutes).
@@ -40,14 +40,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import HERE, ROOT, argument_parser, machine, table, write_record
+from common import ROOT, argument_parser, machine, table, write_record
 
-sys.path += [str(ROOT), str(HERE / "exact_peers")]
-import command_lines
-import huggingface
-from situations import RANKS, ROWS, reference
+sys.path.append(str(ROOT))
+from exact_peers import command_lines, huggingface
+from exact_peers.situations import RANKS, ROWS, reference
 from tests.ranks import run_ranks
-
 
 STACKS = {
     "trainer": "Trainer, DDP",
@@ -77,12 +75,17 @@ class Cell(NamedTuple):
     says: str
     """The first line of a message, or a reason; of a figure the factor, if it is not 1."""
 
-    def __str__(self) -> str:
-        """Return the cell as the table shows it."""
+    def shown(self, notes: list[str]) -> str:
+        """Return the cell as the table shows it; what it says becomes one of the notes."""
         if self.error is None:
-            return f"*{self.kind}*" + (f": {self.says}" if self.says else "")
-        figure = f"{self.error:.1e}" if self.error <= EXACT else f"**{self.error:.1e}**"
-        return f"{figure} ({self.says})" if self.says else figure
+            shown = f"*{self.kind}*"
+        else:
+            shown = f"{self.error:.1e}" if self.error <= EXACT else f"**{self.error:.1e}**"
+        if not self.says:
+            return shown
+        if self.says not in notes:
+            notes.append(self.says)
+        return f"{shown} [{notes.index(self.says) + 1}]"
 
 
 # ---- a cell
@@ -140,7 +143,8 @@ def factor(start: Arrays, wanted: Arrays, found: Arrays) -> str:
     if abs(by - 1) < 1e-3:
         return ""
     rest = {n: start[n] + (found[n] - start[n]) / by for n in wanted}
-    return f"{by:.3g} x the update, else {distance(rest, wanted) / distance(start, wanted):.1e}"
+    off = distance(rest, wanted) / distance(start, wanted)
+    return f"{by:.3g} x the update, its direction off by {off:.1e}"
 
 
 def run(stack: str, row: str, folder: Path, seconds: float) -> tuple[Arrays, list[float]]:
@@ -184,6 +188,18 @@ def unfinished(kind: str, line: str) -> Cell:
 # ---- the table
 
 
+def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
+    """Return the table, and below it what cells say, by number. cells: by row and stack."""
+    notes: list[str] = []
+    lines = [
+        (f"{ROWS[row].says} (`{row}`)", *(one.shown(notes) for one in of_row.values()))
+        for row, of_row in cells.items()
+    ]
+    head = ("", *(STACKS[stack] for stack in next(iter(cells.values()))))
+    numbered = [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
+    return "\n".join([table(head, lines), "", *numbered])
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--stack", nargs="+", choices=STACKS, default=list(STACKS))
@@ -197,11 +213,9 @@ def main() -> None:
         for row in asked.row:
             began = time.monotonic()
             cells[row][stack] = cell(stack, row, asked.seconds)
-            took = f"{time.monotonic() - began:.0f} s"
-            print(f"{stack}, {row}: {cells[row][stack]} ({took})", file=sys.stderr, flush=True)
-    head = ("", *(STACKS[stack] for stack in asked.stack))
-    lines = [(ROWS[row].says, *of_row.values()) for row, of_row in cells.items()]
-    print(table(head, lines))
+            took = time.monotonic() - began
+            print(f"{stack}, {row}: {cells[row][stack]}, {took:.0f} s", file=sys.stderr)
+    print(page(cells))
     raw = {row: {s: one._asdict() for s, one in of.items()} for row, of in cells.items()}
     write_record(asked.json, raw)
 

@@ -1,8 +1,8 @@
 """The stacks of who_is_exact.py with a command of their own: ms-swift and axolotl.
 
-Each pins versions of its own, so that it runs in an environment of its own, with the newest version
-that pip finds. It gets the row's model, tokenizer and documents as files, and its checkpoint is
-read with the row's own class.
+Each pins versions, so that it runs in an environment of its own, with the newest version that pip
+finds. It gets the row's model, tokenizer and documents as files, and its checkpoint is read with
+the row's own class.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import yaml
 
-from situations import (
+from exact_peers.situations import (
     BETA,
     EAGER,
     EVAL_BATCHES,
@@ -44,6 +44,11 @@ MODEL_TYPES = {  # ms-swift's names
     "Qwen3_5": "qwen3_5",
     "Mixtral": "mixtral",
 }
+ALIKE = """--model model --template dummy --dataset data.jsonl --split_dataset_ratio 0
+    --dataset_shuffle False --train_dataloader_shuffle False --dataset_num_proc 1
+    --dataloader_num_workers 0 --torch_dtype float32 --gradient_checkpointing False --optim sgd
+    --warmup_ratio 0 --weight_decay 0 --max_grad_norm 0 --use_cpu True --ddp_backend gloo
+    --report_to none --check_model False --add_version False --output_dir run"""
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)
 _OF_PYDANTIC = re.compile(r"^ +Value error, (.+?)(?: \[type=|$)", re.MULTILINE)
 
@@ -90,7 +95,9 @@ def trained(stack: str, row: str, folder: Path, seconds: float) -> tuple[Any, li
         run(swift(row, evaluated=batch), folder, seconds)
         if batch is not None:
             lines = (folder / "run/logging.jsonl").read_text().splitlines()
-            found = [entry["eval_loss"] for entry in map(json.loads, lines) if "eval_loss" in entry]
+            found = [
+                entry["eval_loss"] for entry in map(json.loads, lines) if "eval_loss" in entry
+            ]
             losses.append(found[0])
             (folder / "run").rename(folder / f"run{batch}")
     if row == "eval":
@@ -173,35 +180,16 @@ def swift(row: str, *, resumes: bool = False, evaluated: int | None = None) -> l
     """Return ms-swift's command of a row. evaluated: documents of an evaluation's batch."""
     situation = ROWS[row]
     options: dict[str, Any] = {
-        "model": "model",
         "model_type": MODEL_TYPES[situation.family],
-        "template": "dummy",
-        "dataset": "data.jsonl",
-        "split_dataset_ratio": 0,
-        "dataset_shuffle": False,
-        "train_dataloader_shuffle": False,
-        "dataset_num_proc": 1,
-        "dataloader_num_workers": 0,
         "tuner_type": "lora" if row == "lora" else "full",
-        "torch_dtype": "float32",
         "attn_impl": "eager" if situation.family in EAGER else "sdpa",
-        "gradient_checkpointing": False,
         "sequence_parallel_size": RANKS,
         "per_device_train_batch_size": situation.batch,
         "gradient_accumulation_steps": situation.accumulation * RANKS,
         "max_steps": situation.steps,
         "save_steps": SAVED_AT if row == "resume" else situation.steps,
-        "optim": "sgd",
         "learning_rate": rate(row),
         "lr_scheduler_type": "linear" if row == "resume" else "constant",
-        "warmup_ratio": 0,
-        "max_grad_norm": 0,
-        "use_cpu": True,
-        "ddp_backend": "gloo",
-        "report_to": "none",
-        "check_model": False,
-        "add_version": False,
-        "output_dir": "run",
     }
     if row == "packed":
         options |= {"packing": True, "packing_length": sum(situation.lengths)}
@@ -225,7 +213,7 @@ def swift(row: str, *, resumes: bool = False, evaluated: int | None = None) -> l
     )
     script = Path(main.stdout.strip()).parent / "cli/main.py"
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    return [program, str(script), "rlhf" if row == "dpo" else "sft", *words]
+    return [program, str(script), "rlhf" if row == "dpo" else "sft", *ALIKE.split(), *words]
 
 
 def axolotl(row: str, folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
-from situations import (
+from exact_peers.situations import (
     EAGER,
     EVAL_BATCHES,
     IGNORED,
@@ -74,7 +74,6 @@ def parallelism(stack: str, attention: str) -> dict[str, Any]:
 
     if stack == "alst":
         import deepspeed
-
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compilation
         deepspeed.init_distributed("gloo")

@@ -37,48 +37,17 @@ SIZES: dict[str, Any] = {
     "eos_token_id": END,
     "tie_word_embeddings": False,
 }
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+NEAR, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
+EXPERTS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": ROUTER_COEFFICIENT}
+LINEAR = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+LINEAR |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # configuration and its options
     "Llama": ("Llama", {}),
-    "Gemma3": (
-        "Gemma3Text",
-        {
-            "head_dim": 8,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "GptOss": (
-        "GptOss",
-        {
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 8,
-            "layer_types": ["full_attention", "full_attention"],
-        },
-    ),
-    "Qwen3_5": (
-        "Qwen3_5Text",
-        {
-            "head_dim": 8,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-    ),
-    "Mixtral": (
-        "Mixtral",
-        {
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": None,
-            "output_router_logits": True,
-            "router_aux_loss_coef": ROUTER_COEFFICIENT,
-        },
-    ),
+    "Gemma3": ("Gemma3Text", {"head_dim": 8, "sliding_window": 8, "layer_types": [NEAR, FULL]}),
+    "GptOss": ("GptOss", {**EXPERTS, "layer_types": [FULL, FULL]}),
+    "Qwen3_5": ("Qwen3_5Text", {"head_dim": 8, **LINEAR, "layer_types": [RECURRENT, FULL]}),
+    "Mixtral": ("Mixtral", {**EXPERTS, **ROUTED, "sliding_window": None}),
 }
 EAGER = ("GptOss",)  # transformers has no sdpa for sinks
 
@@ -205,9 +174,7 @@ def documents(row: str) -> list[dict[str, list[int]]]:
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer whose tokens are words, such as w17 for the number 17; 0 pads, 1 ends."""
     words = {f"w{number}": number for number in range(2, VOCABULARY)}
-    made = Tokenizer(
-        models.WordLevel({"<pad>": 0, "<end>": 1, **words}, unk_token="<pad>")
-    )
+    made = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1, **words}, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
