@@ -77,15 +77,12 @@ class Cell(NamedTuple):
 
     def shown(self, notes: list[str]) -> str:
         """Return the cell as the table shows it; what it says becomes one of the notes."""
-        if self.error is None:
-            shown = f"*{self.kind}*"
-        else:
+        if self.error is not None:
             shown = f"{self.error:.1e}" if self.error <= EXACT else f"**{self.error:.1e}**"
-        if not self.says:
-            return shown
+            return f"{shown} ({self.says})" if self.says else shown
         if self.says not in notes:
             notes.append(self.says)
-        return f"{shown} [{notes.index(self.says) + 1}]"
+        return f"*{self.kind}* [{notes.index(self.says) + 1}]"
 
 
 # ---- a cell
@@ -144,7 +141,7 @@ def factor(start: Arrays, wanted: Arrays, found: Arrays) -> str:
         return ""
     rest = {n: start[n] + (found[n] - start[n]) / by for n in wanted}
     off = distance(rest, wanted) / distance(start, wanted)
-    return f"{by:.3g} x the update, its direction off by {off:.1e}"
+    return f"{by:.3g} x the update, direction off by {off:.1e}"
 
 
 def run(stack: str, row: str, folder: Path, seconds: float) -> tuple[Arrays, list[float]]:
