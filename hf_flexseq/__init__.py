@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_flexseq.config import FlexSeqArguments
-    from hf_flexseq.hf.callback import FlexSeqCallback
-    from hf_flexseq.hf.engine import FlexSeqEngine
-    from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
+    from hf_flexseq.hf.engine.engine import FlexSeqEngine
+    from hf_flexseq.hf.model.probe import probe_model
+    from hf_flexseq.hf.trainer.callback import FlexSeqCallback
+    from hf_flexseq.hf.trainer.trainer import FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
     from hf_flexseq.plan import Plan, PlanInfeasible
     from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 
@@ -20,13 +21,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "DataCollatorForFlexSeq": "hf_flexseq.steps.collator",
     "FlexSeqArguments": "hf_flexseq.config",
-    "FlexSeqCallback": "hf_flexseq.hf.callback",
-    "FlexSeqConfig": "hf_flexseq.hf.trainer",
-    "FlexSeqEngine": "hf_flexseq.hf.engine",
-    "FlexSeqMixin": "hf_flexseq.hf.trainer",
-    "FlexSeqTrainer": "hf_flexseq.hf.trainer",
+    "FlexSeqCallback": "hf_flexseq.hf.trainer.callback",
+    "FlexSeqConfig": "hf_flexseq.hf.trainer.trainer",
+    "FlexSeqEngine": "hf_flexseq.hf.engine.engine",
+    "FlexSeqMixin": "hf_flexseq.hf.trainer.trainer",
+    "FlexSeqTrainer": "hf_flexseq.hf.trainer.trainer",
     "Plan": "hf_flexseq.plan",
     "PlanInfeasible": "hf_flexseq.plan",
+    "probe_model": "hf_flexseq.hf.model.probe",
 }
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "FlexSeqTrainer",
     "Plan",
     "PlanInfeasible",
+    "probe_model",
 ]
 
 

@@ -2,7 +2,8 @@
 
     accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/accelerate_loop.py
 
-What differs from a plain Accelerate loop is marked. docs/loop.md saves and resumes, too.
+Lines that differ from a plain Accelerate loop are marked. docs/integrations.md has a loop that
+also saves and resumes.
 """
 
 import time

@@ -88,6 +88,13 @@ class AnyModelArguments:
 class ModelArguments(AnyModelArguments):
     """A causal language model, its tokenizer, and LoRA."""
 
+    gguf_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "GGUF file in the folder or on the Hub page of model_name_or_path, with "
+            "weights, config and tokenizer. Its weights are dequantized."
+        },
+    )
     config_overrides: dict | str | None = field(
         default=None,
         metadata={
@@ -118,6 +125,8 @@ class ModelArguments(AnyModelArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_folder("tokenizer_name_or_path")
+        if self.gguf_file is not None and self.model_name_or_path is None:
+            raise ValueError("gguf_file needs model_name_or_path: the folder that has the file")
         self.config_overrides = _mapping("config_overrides", self.config_overrides)
         if self.config_overrides is not None and self.model_name_or_path is None:
             raise ValueError(
@@ -159,7 +168,8 @@ class CorpusArguments:
         default="python-stdlib",
         metadata={
             "help": "Hub id, a local file (.jsonl, .json, .parquet, .csv, .txt), a local folder, "
-            "or python-stdlib: the source files of the running Python's standard library."
+            "python-stdlib: the source files of the running Python's standard library, or "
+            "python-topics: questions about Python, with the topics of its help as answers."
         },
     )
     dataset_config: str | None = field(
@@ -233,6 +243,13 @@ class DataArguments(CorpusArguments):
             "left out."
         },
     )
+    show_answers: int = field(
+        default=0,
+        metadata={
+            "help": "Answer so many held-out questions greedily, before training and after it, "
+            "and compare how likely the written answers are. Needs the whole model on a process."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,12 +276,16 @@ class DataArguments(CorpusArguments):
 
 @dataclass
 class PreferenceArguments(CorpusArguments):
-    """The pairs of `dpo.py`: a prompt, a chosen and a rejected answer.
+    """The pairs of `dpo.py`: a prompt, a chosen and a rejected answer."""
 
-    python-stdlib makes them of the standard library's source: the chosen answer is how a file
-    goes on, the rejected one has the same lines with their indentations shuffled.
-    """
-
+    dataset: str = field(
+        default="python-topics",
+        metadata={
+            "help": "Hub id, a local file (.jsonl, .json, .parquet, .csv, .txt), a local folder, "
+            "or python-topics: questions about Python, with the topics of its help as chosen and "
+            "an evasion as rejected answers."
+        },
+    )
     max_length: int = field(
         default=4096, metadata={"help": "The context: most tokens of a prompt and an answer."}
     )

@@ -8,7 +8,7 @@ that was interrupted, do no harm.
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from huggingface_hub.constants import HF_HOME
@@ -55,7 +55,7 @@ def cached_bpe(
     texts = list(texts)
     folder = Path(cache or Path(HF_HOME) / "hf_flexseq") / f"bpe-{vocab_size}-{_digest(texts)}"
     if not folder.exists():
-        _save_whole(train_bpe(texts, vocab_size), folder)
+        save_whole(train_bpe(texts, vocab_size).save_pretrained, folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -67,11 +67,11 @@ def _digest(texts: list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _save_whole(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save a tokenizer so that `folder` appears when it is complete."""
+def save_whole(save: Callable[[Path], object], folder: Path) -> None:
+    """Call `save` with the folder to write, so that `folder` appears when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
-        tokenizer.save_pretrained(Path(unfinished) / folder.name)
+        save(Path(unfinished) / folder.name)
         try:
             os.rename(Path(unfinished) / folder.name, folder)
         except OSError:

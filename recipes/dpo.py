@@ -1,8 +1,8 @@
 """Tune a causal language model on pairs of a better and a worse answer: TRL's DPO on plans.
 
-    # a small Llama learns to tell Python from Python with wrong indentation, two CPU processes
+    # a Llama of 135M parameters learns to answer and not to evade, two CPU processes
     accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/dpo.py \\
-        --config recipes/quickstart/dpo.yaml
+        --config recipes/smollm2-135m/dpo.yaml
 
     # Llama-3.1-8B on eight GPUs
     accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml recipes/dpo.py \\

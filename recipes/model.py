@@ -43,7 +43,9 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreT
 def load_base(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return the named model or a new one, without adapters."""
     if args.model_name_or_path:
-        return _loaded(args, args.model_name_or_path, revision=args.model_revision or "main")
+        model = _loaded(args, args.model_name_or_path, revision=args.model_revision or "main")
+        _check_vocabulary(args, model, tokenizer)
+        return model
     model = _new_model(args, tokenizer)
     if args.distributed_config is None:
         return model
@@ -68,6 +70,20 @@ def _loaded(args: ModelArguments, name: str, **options: Any) -> PreTrainedModel:
         **options,
         **(args.config_overrides or {}),
     )
+
+
+def _check_vocabulary(
+    args: ModelArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise ValueError for a tokenizer with more tokens than the model embeds. Tokens that were
+    added to the vocabulary are not counted: some models never see theirs."""
+    embedded = model.config.get_text_config().vocab_size
+    if tokenizer.vocab_size > embedded:
+        raise ValueError(
+            f"the tokenizer of {args.tokenizer_name_or_path or args.model_name_or_path} has "
+            f"{tokenizer.vocab_size:,} tokens, and {args.model_name_or_path} embeds {embedded:,}: "
+            "name the tokenizer of that model as tokenizer_name_or_path"
+        )
 
 
 def _check_ranks(spread: int) -> None:

@@ -1,81 +1,24 @@
-"""Pairs of a better and a worse answer: loaded, or made of the standard library's source.
+"""Pairs of a better and a worse answer: loaded, or made of the topics of Python's help.
 
 A pair is a row in one of two forms, each of text or of messages:
 
     prompt, chosen, rejected      three columns
     chosen, rejected              two columns, which begin with the same prompt
-
-The made ones can be told apart by a small model after minutes. A file is cut into a prompt of some
-lines and a chosen answer, the lines that follow; most answers are short and a few are long. The
-rejected answer has the same lines, with their indentations shuffled.
 """
 
-import math
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from arguments import PreferenceArguments
-from corpus import STDLIB, stdlib, stdlib_files
 from rows import check_longer
+from topics import TOPICS, load_topic_pairs
 
 Rows = dict[str, list]
 
-PROMPT_LINES = (2, 8)  # fewest and most
-# of an answer: the logarithm is normal
-MEDIAN_LINES = 8
-SIGMA = 1.0
-ANSWER_LINES = (4, 120)  # fewest and most
-
-
-def load_stdlib_pairs() -> Dataset:
-    """Return pairs made of the standard library's modules."""
-    # another way to cut makes other pairs
-    return Dataset.from_generator(stdlib_pairs, gen_kwargs=stdlib(__file__))
-
-
 # Corpora that are made here, by their names.
-MADE = {STDLIB: load_stdlib_pairs}
-
-
-def stdlib_pairs(root: str, version: str) -> Iterator[dict[str, str]]:
-    """Yield the pairs of all modules; a module's own depend on nothing but its name and text."""
-    for module in stdlib_files(root, version):
-        for pair in pairs_of(module["text"], random.Random(module["path"])):
-            yield {"path": module["path"]} | pair
-
-
-def pairs_of(text: str, draw: random.Random) -> Iterator[dict[str, str]]:
-    """Cut a text into pairs, from its first line on; what no pair can be made of is left out."""
-    lines = text.splitlines()
-    start = 0
-    while start < len(lines):
-        middle = start + draw.randint(*PROMPT_LINES)
-        count = round(draw.lognormvariate(math.log(MEDIAN_LINES), SIGMA))
-        stop = middle + min(max(count, ANSWER_LINES[0]), ANSWER_LINES[1])
-        # An answer begins with the end of the prompt's last line: there is a border of tokens.
-        prompt = "\n".join(lines[start:middle]).rstrip()
-        chosen = "\n" + "\n".join(lines[middle:stop]).rstrip()
-        rejected = misindented(chosen, draw)
-        if prompt and rejected != chosen:
-            yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        start = stop
-
-
-def misindented(text: str, draw: random.Random) -> str:
-    """Return a text with the indentations shuffled among its lines."""
-    lines = text.split("\n")
-    written = [index for index, line in enumerate(lines) if line.strip()]
-    indents = []
-    for index in written:
-        bare = lines[index].lstrip()
-        indents.append(lines[index][: len(lines[index]) - len(bare)])
-    draw.shuffle(indents)
-    for index, indent in zip(written, indents, strict=True):
-        lines[index] = indent + lines[index].lstrip()
-    return "\n".join(lines)
+MADE = {TOPICS: load_topic_pairs}
 
 
 def texts_of(pairs: Dataset) -> Iterable[str] | None:

@@ -16,6 +16,7 @@ from arguments import CorpusArguments, ModelArguments
 from bpe import cached_bpe
 from characters import character_tokenizer
 from corpus import document_columns, load_documents
+from dequantize import use_checkpoint
 from hf_flexseq import FlexSeqConfig
 from launch import check_world
 from mistakes import errors_in_a_line, refusals_in_a_line
@@ -46,6 +47,7 @@ def prepare(
         datasets.disable_progress_bars()
     with errors_in_a_line(), training_args.main_process_first():
         documents, held_out_documents = load_documents(data_args, made)
+        dequantized = use_checkpoint(model_args)
         tokenizer = choose_tokenizer(model_args, data_args, lambda: texts_of(documents))
         columns = document_columns(documents, data_args)
         check_template(documents, columns, tokenizer, data_args)
@@ -54,7 +56,8 @@ def prepare(
         if len(held_out_documents):
             held_out, held_out_report = to_rows(held_out_documents, tokenizer, data_args)
     if training_args.process_index == 0:
-        print(f"train on: {report}\nheld out: {held_out_report}")
+        lines = [dequantized, f"train on: {report}", f"held out: {held_out_report}"]
+        print("\n".join(filter(None, lines)))
     return tokenizer, train, held_out
 
 

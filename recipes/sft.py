@@ -1,8 +1,8 @@
 """Fine-tune a causal language model on documents of very different lengths.
 
-    # a small Llama on the Python standard library's own source, two CPU processes
+    # a Llama of 135M parameters answers questions about Python, two CPU processes
     accelerate launch --config_file recipes/accelerate_configs/cpu.yaml recipes/sft.py \\
-        --config recipes/quickstart/small_llama.yaml
+        --config recipes/smollm2-135m/chat.yaml
 
     # Llama-3.1-8B on eight GPUs
     accelerate launch --config_file recipes/accelerate_configs/fsdp2.yaml recipes/sft.py \\
@@ -24,6 +24,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
 import run
+from answers import Answers
 from arguments import DataArguments, ModelArguments, parse
 from corpus import MADE
 from data import to_sequences
@@ -31,6 +32,7 @@ from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from launch import device_defaults
 from mistakes import errors_in_a_line
 from model import load_model
+from topics import TOPICS, load_topics
 
 
 def main(argv: list[str]) -> None:
@@ -47,7 +49,14 @@ def main(argv: list[str]) -> None:
             processing_class=tokenizer,
             data_collator=DataCollatorForFlexSeq(),
         )
-    run.train(trainer, checkpoint, summary)
+        answers = Answers(held_out, data_args.show_answers, tokenizer)
+        answers.ask(trainer)
+
+    def learned(trainer: FlexSeqTrainer) -> list[str]:
+        answers.ask(trainer)
+        return summary(trainer) + answers.lines()
+
+    run.train(trainer, checkpoint, learned)
 
 
 def prepare(
@@ -60,8 +69,9 @@ def prepare(
             return None
         return documents[data_args.text_column]
 
+    made = MADE | {TOPICS: load_topics}
     return run.prepare(
-        model_args, data_args, training_args, made=MADE, texts_of=texts_of, to_rows=to_sequences
+        model_args, data_args, training_args, made=made, texts_of=texts_of, to_rows=to_sequences
     )
 
 

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 quick = False  # set by conftest.py before any test module is imported
-trainer_steps = 3  # that are compared with the plain Trainer's; a benchmark sets ten
+trainer_steps = 3  # that are compared with the plain Trainer's; nightly tests set ten
 
 
 def examples(count):

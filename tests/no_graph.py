@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from unittest.mock import patch
 
-from hf_flexseq.hf import model_images
+from hf_flexseq.hf.engine import model_images
 from hf_flexseq.planner.images import image_plan
 
 

@@ -6,7 +6,7 @@
 
 The function gets its rank and the number of ranks, and connects to the others by `join`. Forking
 costs a fifth of a second where spawning costs ten. The parent must not have touched CUDA. What a
-forked rank has counted of a model (`hf/calibration/layer_trial.py`) goes to the parent with its
+forked rank has counted of a model (`hf/engine/layer_trial.py`) goes to the parent with its
 results, so that ranks forked later know it, as one process would.
 """
 
@@ -181,7 +181,7 @@ def _answer(pipe):
 
 def _counted():
     """What this process has counted of models; nothing before it has imported the module."""
-    module = sys.modules.get("hf_flexseq.hf.calibration.layer_trial")
+    module = sys.modules.get("hf_flexseq.hf.engine.layer_trial")
     return {} if module is None else inspect.getclosurevars(module._count).nonlocals["kept"]
 
 

@@ -16,7 +16,7 @@ from hf_flexseq.attention import (
     uploads,
 )
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels import chunked_loss, fused_operations
 from hf_flexseq.kernels.scans import grid

@@ -3,6 +3,7 @@
 import pytest
 
 from hf_flexseq.base.versions import installed, is_older
+from tests.programs import ROOT
 
 
 def since(package, version, what):
@@ -25,3 +26,10 @@ def skip_where_the_plain_model_fails(family):
 
 
 _FAIL = {("llama4", "5.24.0"): "its output has no image_outputs, which its forward reads"}
+
+# For tests of tables of all models, which are those of one version.
+pinned_transformers = pytest.mark.skipif(
+    f"transformers=={installed('transformers')}\n"
+    not in (ROOT / "scripts/constraints.txt").read_text(),
+    reason="the tables are of the transformers of scripts/constraints.txt",
+)

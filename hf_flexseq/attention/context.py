@@ -45,7 +45,7 @@ class SequenceContext:
         blocks: Blocks = NO_BLOCKS,
         both_ways: Collection[int] = (),
     ) -> None:
-        """Lay out the zones of this rank; no communication. passes: those of the planner.
+        """Lay out the zones of this rank; no communication. passes: the planner's.
         save_attention_output: True if checkpointed layers keep the result of attention. memory:
         what the plan has chosen instead, and instead of the run's checkpointing. blocks: by
         sequence the tokens that see both ways in layers that ask for it (`plan/blocks.py`), of all

@@ -17,7 +17,7 @@ What only some of these versions have is asked for here, and nowhere else:
     get_peft_model_state_dict of parts on ranks        PEFT     refused on experts over ranks
                                                        0.21.1
 
-Versions without a name are those of transformers. Others than the tested ones are not refused.
+Versions without a name mean transformers. Others than the tested ones are not refused.
 `warn_untested` names them once.
 """
 

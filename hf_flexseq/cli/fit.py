@@ -1,7 +1,7 @@
 """`fit`: the longest sequence that fits on all ranks of a cluster, and what each choice for its
 activations costs.
 
-A model is described by its sizes: those of a preset, without torch, or those of a configuration,
+A model is described by its sizes: a preset's, without torch, or a configuration's,
 which transformers reads. With a device they make a cost model; a measured one has both in it.
 """
 
@@ -22,7 +22,7 @@ from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.planner.fit import Fit, fastest, ladder, next_levers, ranks_for
 
 if TYPE_CHECKING:
-    from hf_flexseq.hf.calibration.layer_trial import CountedBytes
+    from hf_flexseq.hf.engine.layer_trial import CountedBytes
 
 # Bytes of a number by the name of its dtype.
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -152,7 +152,7 @@ def _sizes(model: str, dtype: str) -> tuple[ModelShape, "CountedBytes | None"]:
             "--device"
         )
     try:
-        from hf_flexseq.hf.calibration.model_configuration import read_model
+        from hf_flexseq.hf.engine.model_configuration import read_model
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"MODEL={quoted(model)} is none of {', '.join(MODELS)}; others need torch and "

@@ -109,7 +109,7 @@ class Activations(Constants):
     """Share of `linear_s` that MLPs take which can be tiled."""
     linear_passes: Annotated[float, Bounds(least=2, most=3)]
     """Passes of linear layers where nothing runs again: one forward, one for the gradients of
-    their inputs, and one for those of the weights that are trained."""
+    their inputs, and one for the gradients of trained weights."""
     out_rate: Positive
     """Bytes/s of a rank to its host."""
     back_rate: Positive

@@ -40,7 +40,7 @@ MOST_PASSES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostConstants(Constants):
-    """Numbers of one model on one machine; seconds and bytes are those of all layers, forward and
+    """Numbers of one model on one machine; seconds and bytes cover all layers, forward and
     backward."""
 
     what: ClassVar[str] = "a cost model"
@@ -74,7 +74,7 @@ class CostConstants(Constants):
     budget_bytes: Positive
     """Memory of one rank in bytes."""
     group_rank_s: Seconds = 0.0
-    """Seconds per rank of a ring, besides those of its group."""
+    """Seconds per rank of a ring, in addition to its group's."""
     pass_s: Seconds = 0.0
     """Seconds per token in which a rank's memory passes queries, keys and values once."""
     summary_bytes: Amount = 0.0

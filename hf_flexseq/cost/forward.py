@@ -17,7 +17,7 @@ SHARES = dict.fromkeys(TERMS, 1 / LINEAR_PASSES) | {
 
 
 def forward_only(cost: CostModel) -> CostModel:
-    """Return the cost model of forwards alone, from that of forwards with their backwards.
+    """Return the cost model of forwards alone, from a cost model of forwards and backwards.
 
     Bytes of memory stay: the most tokens of a rank are what they are in training.
     """

@@ -48,7 +48,7 @@ class AttentionKernel(Constants):
     block_tiles: Amount
     """Tiles that take as long as what a block does besides its tiles."""
     own_paces: tuple[tuple[Whole, Positive], ...] = ()
-    """(tokens, pace over that of endless tiles), ascending, of causal sequences in calls of their
+    """(tokens, pace over an endless tile's), ascending, of causal sequences in calls of their
     own, which begin with the first of them; () where all sequences share a call."""
 
     def __post_init__(self) -> None:

@@ -24,11 +24,12 @@ many times the rows of experts, but for one of 2 h: what experts gave goes back 
 token (`with_uneven_experts`).
 
 The loss needs 24 h for the last norm. Against what is counted of the layers themselves in bfloat16
-(`scripts/benchmarks/activation_bytes.py`) the bytes of a token are within 1 % for Llama-3.1-8B,
-Qwen3-8B and Qwen3-30B-A3B. They are a quarter too few for Gemma 3, which has twice the norms, and
-for gpt-oss, whose experts clamp both halves, and up to a half for models with scans.
+(`scripts/benchmarks/results/activation_bytes_2026-11-26.md`) the bytes of a token are within 1 %
+for Llama-3.1-8B, Qwen3-8B and Qwen3-30B-A3B. They are a quarter too few for Gemma 3, which has
+twice the norms, and for gpt-oss, whose experts clamp both halves, and up to a half for models with
+scans.
 
-A run counts its model's layers itself (`hf/calibration/layer_trial.py`). Fused kernels keep less.
+A run counts its model's layers itself (`hf/engine/layer_trial.py`). Fused kernels keep less.
 """
 
 from dataclasses import replace

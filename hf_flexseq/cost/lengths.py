@@ -2,8 +2,8 @@
 
 A plain sequence of s tokens has s (s + 1) / 2 causal pairs of a query and a key. A unit of rows
 with shared prefixes has fewer, and a sequence with blocks (`plan/blocks.py`) has more: its *share*
-of them. Where no share is known, all are 1. A share of 1 is that of plain sequences, and of units
-that attention computes as one.
+of them. The share is 1 for plain sequences, for unknown shares, and for units that attention
+computes as one sequence.
 """
 
 import functools
@@ -40,7 +40,7 @@ class Lengths(tuple[int, ...]):
     def __getitem__(self, index: slice) -> "Lengths": ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> "int | Lengths":
-        """Return the tokens of one sequence, or those of some with their shares."""
+        """Return the tokens of one sequence, or of several with their shares."""
         if isinstance(index, slice):
             return Lengths(super().__getitem__(index), self.shares[index])
         return super().__getitem__(index)

@@ -91,7 +91,7 @@ STEP_PASSES = 5
 
 
 class Waits(NamedTuple):
-    """Nanoseconds of a group besides those of its sequences."""
+    """Nanoseconds of a group, in addition to its sequences'."""
 
     always: int
     """Nanoseconds that nothing hides."""
@@ -157,7 +157,7 @@ class CostModel(CostConstants):
         return self.ring_bytes / RING_PASSES
 
     def head_stretch(self, degree: int) -> float:
-        """Return the ratio of Ulysses' attention time to that of an even split of the heads."""
+        """Return Ulysses' attention time over the time of evenly split heads."""
         if self.heads is None:
             return 1.0
         most_heads = -(-self.heads // degree)

@@ -11,7 +11,7 @@
   of the rows, would add a tenth to the seconds of a patch.
 * Estimated, with the kinds of their layers: models of the sizes of Gemma-3-27B, gpt-oss-120B,
   Qwen3-30B-A3B, Qwen3.5-35B-A3B and Nemotron-3-Nano-30B-A3B on nodes of eight H100 or H200, under
-  FSDP with checkpointing. Parameters are those of transformers' models with the published
+  FSDP with checkpointing. Parameters come from transformers' models with the published
   configurations. Seconds of recurrent layers are computed from arithmetic, at the share of FLOP/s
   that a measured scan achieves (`SCAN_EFFICIENCY` in devices.py), and from bytes.
 * Estimated, the same for Qwen3-30B-A3B and gpt-oss-120B with their experts over the eight ranks of

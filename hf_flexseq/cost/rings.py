@@ -19,7 +19,7 @@ class RingCosts(NamedTuple):
     """Trips of keys and values per token that a rank holds, forward and backward."""
 
     stretch: Callable[[int], float]
-    """Seconds of attention over those of an even split."""
+    """Seconds of attention over an even split's."""
 
 
 @functools.cache

@@ -153,7 +153,7 @@ class ModelShape:
     @property
     def linear_passes(self) -> float:
         """Passes through linear layers, forward and backward: a forward, one for the gradients of
-        their inputs, and one for those of the weights that are trained."""
+        their inputs, and one for the gradients of trained weights."""
         return 3 - self.frozen_params / self.params
 
     def heads_of(self, reach: Reach) -> HeadShape:

@@ -17,8 +17,8 @@ for once in a step, and pays with memory:
 3. `beside` chooses for the plan as it is: the fewest trips that fit beside its fullest
    micro-batch. A plan of any other origin thus gets a policy that its memory allows, too.
 
-Both are pure, so that all ranks choose alike. Trips that are made once in a step are in no plan's
-favour and have no price, as the one reduction of DDP has none. In HSDP state is sharded over some
+Both are pure, so all ranks choose alike. Transfers that happen once per step, such as DDP's one
+reduction, cost the same under every plan and have no price. In HSDP state is sharded over some
 ranks and replicated over the others: trips stay among the ranks that share a replica, and the sum
 over replicas is made once.
 

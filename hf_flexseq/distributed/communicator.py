@@ -54,7 +54,7 @@ class Communicator:
         """Open the lanes. Collective over the world.
 
         topology: nodes and ranks; None finds them out.
-        transport: between the ranks; None takes that of this process.
+        transport: between the ranks; None takes this process's.
         use_blocks: whether to make a group for every aligned block at once.
         Raises ValueError when `topology` does not have as many ranks as the job.
         """

@@ -38,7 +38,7 @@ def connect(device: torch.device | None = None, *, timeout: timedelta | None = N
     is made, which is the first time.
 
     device: None takes the current CUDA device if the job has a backend for it, else the CPU.
-    timeout: of every exchange; None takes that of the job's own group.
+    timeout: of every exchange; None takes the job's own.
     Raises ValueError for a timeout that is not positive, for a device whose backend cannot carry
     what plans need, and, on all ranks, where one of them may not open enough descriptors.
     """

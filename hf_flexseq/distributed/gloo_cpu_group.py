@@ -39,7 +39,7 @@ COUNT = np.dtype("<i8")  # in front of a message: bytes of the value
 class GlooCpuGroup(CpuGroup):
     """Exchanges on the CPU over a gloo group of all ranks.
 
-    Every exchange but that of rows begins with a meeting: each rank sends every other one a
+    Every exchange, except of rows, begins with a meeting: each rank sends every other one a
     message of its own, with the size of its value and, among few ranks, a short value itself. So
     all others know the number of a rank that does not come. In a collective ranks wait for each
     other in a chain, and no rank learns which one broke it: it carries what is too long for a
@@ -137,7 +137,7 @@ class GlooCpuGroup(CpuGroup):
             ) from error
 
     def roll_call(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of `ranks` that do not answer."""
+        """Return the members of `ranks` that do not answer."""
         return roll_call(self._group, ranks)
 
     # ---- how

@@ -42,7 +42,7 @@ class OwnWork:
 
     @contextmanager
     def of_rank(self, what: str) -> Iterator[None]:
-        """Surround the work of this rank; the end waits for that of all ranks. Collective over the
+        """Surround the work of this rank; the end waits for all ranks' work. Collective over the
         world. what: names the work in the log."""
         self._number += 1
         key = f"{PREFIX}/{self._number}"

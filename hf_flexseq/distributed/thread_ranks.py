@@ -1,4 +1,4 @@
-"""Ranks that are threads, for `hf/probe.py`: messages by tag, no groups or values."""
+"""Ranks that are threads, for `hf/model/probe.py`: messages by tag, no groups or values."""
 
 import threading
 from collections import defaultdict, deque

@@ -23,9 +23,53 @@ Three rules hold for posts on every transport:
 
 * What is received must not be read before `wait`, and what is sent must not be changed before it.
 * Every post is waited for exactly once.
-* All ranks post their messages in one order that they all take from the plan. Then a transport
-  that carries out all posts of a rank one after the other, of all lanes together, ends every plan
-  (docs/architecture.md says why).
+* All ranks post their messages in one order that they all take from the plan. Every plan then
+  completes even if a rank executes its posts strictly in sequence across all lanes
+  (docs/architecture.md has the proof).
+
+NCCL hangs, or moves wrong bytes, if ranks break its rules. `tests/threads.py` raises an error
+where NCCL would hang. Tests without a folder are in tests/distributed.
+
+    rule                               how the code keeps it         tests
+    ---------------------------------  ----------------------------  ---------------------------
+    all ranks of a communicator call   the plan is the order; a      test_threads,
+    its collectives in one order       block has one communicator    attention/test_never_hangs
+    messages of a pair match by the    a zone's messages are posted  test_threads,
+    order of their posts; tags do not  in its program's order        program/test_check
+    exist
+    a communicator runs one operation  one lane inside nodes and     attention/test_never_hangs,
+    after the other                    one between nodes, in one     attention/test_planted_faults
+                                       order
+    all ranks of the parent make a     all groups are made before    test_transports,
+    communicator, in one order         the first step, none by a     test_connect
+                                       plan
+    all ranks use a new communicator   each runs an all-reduce or    test_transports
+    before some do; a pair's first     all-to-all at once; lanes
+    message connects it and blocks     send one message per pair
+    both hosts
+    a send without a batch opens       every post is a batch         test_transports
+    another communicator
+    a kernel that fills the GPU        streams of high priority,     test_transports,
+    delays an earlier transfer         clusters of one thread block  kernels/test_cuda_kernels
+    sizes, dtypes and shapes agree     both sides read the plan;     test_threads
+                                       empty messages are not
+                                       posted
+    `wait` blocks the stream, not the  attention never reads the     tests/test_no_host_sync
+    host                               device
+    exchanges of DDP, experts and      the one order; all ranks      hf/test_one_order,
+    images have a place among          take part, also without       steps/test_image_order
+    attention's                        images or tokens
+    sizes that depend on data agree    experts exchange counts       test_threads
+                                       first
+    other streams wait for the stream  one stream copies to the      late_device/on_device
+    that has waited                    host, and posts nothing
+    vLLM's server has a communicator   TRL opens and uses it         hf/test_vllm
+    with rank 0                        between steps
+    a lost rank shows as a timeout     a gloo group names the rank   hf/test_lost_ranks
+
+A rank has eight NCCL communicators on 64 and on 1,024 ranks: two lanes, five groups of 2 to 32
+ranks for all-to-alls, and all ranks. A pipeline of 8 stages adds at most six, FSDP2 with experts
+three.
 """
 
 import abc
@@ -126,7 +170,7 @@ class RankGroup(Protocol):
         """Replace a tensor of any shape by its sum over the ranks."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor of any shape by that of the first rank."""
+        """Replace a tensor of any shape by the first rank's."""
 
     def all_to_all(
         self,
@@ -164,7 +208,7 @@ class CpuGroup(abc.ABC):
         """Return the bytes of every rank, by rank; they may differ in length."""
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Return the bytes of rank 0 on every rank; those of the others do not count."""
+        """Return the bytes of rank 0 on every rank; other ranks' bytes do not count."""
         return self.gather_bytes(data)[0]
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:

@@ -214,8 +214,8 @@ class FlexSeqPlugin(BasePlugin):
         """Put `FlexSeqMixin` in front of the class of a trainer; return the callback that stands
         for it. Collective over the world. Raises as `FlexSeqTrainer` does, and
         NotImplementedError for a trainer of axolotl that was not tried."""
-        from hf_flexseq.hf.callback import FlexSeqCallback
-        from hf_flexseq.hf.collators import flexseq_collator
+        from hf_flexseq.hf.trainer.callback import FlexSeqCallback
+        from hf_flexseq.hf.trainer.collators import flexseq_collator
 
         check_trainer_class(trainer)
         block = cfg.get("flexseq")

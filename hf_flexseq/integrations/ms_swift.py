@@ -29,7 +29,7 @@ from hf_flexseq.base.refusals import Refusal, option, refuse, same_step, togethe
 from hf_flexseq.base.versions import FUSED_HEAD_FROM
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.trainer import FlexSeqMixin
+from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
 from hf_flexseq.integrations.options import options_in
 
 TASK = "causal_lm"

@@ -24,7 +24,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from hf_flexseq.base.values import LINE, did_you_mean, one_line, quoted
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
-from hf_flexseq.hf.trainer import FlexSeqMixin
+from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
 
 # Commands of TRL, and the trainer that the script of each makes.
 TRAINERS = {

@@ -2,7 +2,7 @@
 are left half idle.
 
 On an H100 torch's dense cuDNN operator computes 595 TFLOP/s forward and 508 backward on 8,192
-tokens (32 heads of 128, causal), FlashAttention-2 315 and 280 (docs/gpus.md). Its log-sum-exp is
+tokens (32 heads of 128, causal), FlashAttention-2 315 and 280 (docs/limits.md). Its log-sum-exp is
 the natural one, in float32. It takes one sequence. So a call's long sequences, which stand first
 in its rows (`planner/make.py`), have a call each, and all others share one of FlashAttention-2.
 

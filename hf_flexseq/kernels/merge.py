@@ -17,7 +17,7 @@ import torch
 def merge_into(
     out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Replace out [..., D] and lse [...] by the result over their keys and those of a part.
+    """Replace out [..., D] and lse [...] by the result over their keys and a part's.
 
     part_out: [..., D] in any floating dtype. out, lse, part_lse: float32 or float64, all of one
     dtype. Of the leading dimensions heads or tokens may come first, as long as all four tensors

@@ -4,8 +4,10 @@ weights of both, without logits for all tokens at once.
     z = hidden @ weight.T + bias            [rows, V] for a chunk of tokens
     p = softmax(z)
     log-probability  l = log p[target]      entropy  H = -sum(p * log p)
+    mean  m = mean(log p), for smoothed labels
 
     d l / d z = onehot(target) - p          d H / d z = -p * (log p + H)
+    d m / d z = 1 / V - p
 
 In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
 
@@ -30,18 +32,26 @@ from hf_flexseq.kernels.products import factor_dtype, mm_into, sum_dtype
 
 
 def token_outputs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each token's target and the entropy of its distribution, both
-    [T] in nats, and 0 where the target is IGNORE_INDEX.
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    with_means: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Return the log-probability of each token's target and the entropy of its distribution, and
+    with `with_means` the mean of all its log-probabilities, each [T] in nats, and 0 where the
+    target is IGNORE_INDEX.
 
     hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64. The results are
     float32, float64 for float64 inputs. Raises ValueError when the dtypes differ, as the head by
     itself would.
     """
     check_dtypes(hidden, weight)
-    log_probs, entropy = _TokenOutputs.apply(hidden, weight, bias, targets)
-    return log_probs, entropy
+    found: tuple[torch.Tensor, ...] = _TokenOutputs.apply(
+        hidden, weight, bias, targets, with_means
+    )
+    return found
 
 
 class _TokenOutputs(torch.autograd.Function):
@@ -52,11 +62,13 @@ class _TokenOutputs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [T, C], weight [V, C], bias [V] or None, targets [T] -> [T] and [T]."""
+        with_means: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """hidden [T, C], weight [V, C], bias [V] or None, targets [T] -> two or three of [T]."""
         dtype = sum_dtype(hidden.dtype)
         log_probs = hidden.new_empty(hidden.shape[0], dtype=dtype)
         entropy = torch.empty_like(log_probs)
+        means = torch.empty_like(log_probs)
         log_sums = torch.empty_like(log_probs)  # log(sum(exp(logits)))
         for chunk, logits in _chunks_of_logits(hidden, weight, bias):
             counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
@@ -64,23 +76,30 @@ class _TokenOutputs(torch.autograd.Function):
             log_sum = logits.logsumexp(1, keepdim=True)  # [rows, 1]
             logits -= log_sum  # log p
             picked = logits.gather(1, index).masked_fill_(~counts, 0)  # [rows, 1]
+            if with_means:
+                mean = logits.mean(1, keepdim=True)  # [rows, 1]
+                means[chunk] = mean.masked_fill_(~counts, 0).squeeze(1)
             surprise = logits.exp().mul_(logits).sum(1, keepdim=True)  # [rows, 1]
             log_probs[chunk] = picked.squeeze(1)
             entropy[chunk] = -surprise.masked_fill_(~counts, 0).squeeze(1)
             log_sums[chunk] = log_sum.squeeze(1)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
-        return log_probs, entropy
+        return (log_probs, entropy, means) if with_means else (log_probs, entropy)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, d_log_probs: torch.Tensor, d_entropy: torch.Tensor
+        ctx: Any,
+        d_log_probs: torch.Tensor,
+        d_entropy: torch.Tensor,
+        d_means: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Both [T] -> d hidden [T, C], d weight [V, C], d bias [V], None."""
+        """Each [T] -> d hidden [T, C], d weight [V, C], d bias [V], None, None."""
         hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         for chunk, logits in _chunks_of_logits(hidden, weight, bias):
-            # d logits = d l * (onehot - p) - d H * p * (log p + H), 0 without a target
+            # d logits = d l * (onehot - p) - d H * p * (log p + H) + d m * (1 / V - p), 0 without
+            # a target
             counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
             index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
             of_target = d_log_probs[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
@@ -88,9 +107,15 @@ class _TokenOutputs(torch.autograd.Function):
             logits -= log_sums[chunk, None]  # log p
             p = logits.exp()  # [rows, V]
             d_logits = logits.add_(entropy[chunk, None]).mul_(of_entropy).add_(of_target)
+            of_mean = None
+            if d_means is not None:
+                of_mean = d_means[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
+                d_logits.add_(of_mean)
             d_logits = d_logits.mul_(p).neg_().scatter_add_(1, index, of_target)  # [rows, V]
+            if of_mean is not None:
+                d_logits.add_(of_mean / d_logits.shape[1])
             gradients.add(chunk, hidden[chunk].to(gradients.factor_dtype), d_logits)
-        return (*gradients.result(), None)
+        return (*gradients.result(), None, None)
 
 
 def _chunks_of_logits(

@@ -225,7 +225,7 @@ def _pair(
 
 
 def _head_strides(tensors: Tensors) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the strides of tokens and those of heads, of each tensor [tokens, heads, D]."""
+    """Return the strides of tokens and of heads, of each tensor [tokens, heads, D]."""
     assert all(x.stride(2) == 1 for x in tensors), "heads lie together in memory"
     return tuple(x.stride(0) for x in tensors), tuple(x.stride(1) for x in tensors)
 

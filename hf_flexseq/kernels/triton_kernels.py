@@ -39,7 +39,7 @@ def _size(odd_number):
 
 @triton.jit
 def _row_numbers(index, start, j, count, HAS_INDEX: tl.constexpr):
-    """Return the numbers of rows j of a selection: those of its index, or from `start` on."""
+    """Return the numbers of rows j of a selection: its index, or from `start` on."""
     if HAS_INDEX:
         return tl.load(index + j, mask=j < count, other=0).to(tl.int64)
     else:

@@ -20,7 +20,7 @@ from hf_flexseq.pipeline.stages import Stage
 
 
 def reduce_gradients(stage: Stage, neighbours: Neighbours) -> None:
-    """Make every gradient of this stage that of the whole step. Collective over the world."""
+    """Make every gradient of this stage cover the whole step. Collective over the world."""
     # 1. over replicas
     whole_parameters = []
     for parameter in stage.stack.model.parameters():

@@ -110,7 +110,7 @@ class Stage:
 
 
 class Loss(NamedTuple):
-    """The loss of a chunk, and where its graph is divided from that of the layers."""
+    """The loss of a chunk, and where its graph is divided from the layers'."""
 
     loss: torch.Tensor  # a scalar
     hidden: torch.Tensor  # [1, tokens, hidden_size], with which the layers' graph ends

@@ -169,7 +169,7 @@ def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
 
 
 def plan_record(record: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the plan alone of a record, as a trace has keys besides those of a plan."""
+    """Return the plan alone of a record, as a trace has further keys."""
     if "step" not in record:
         return record
     return {key: record[key] for key in ("version", "notes", *keys) if key in record}

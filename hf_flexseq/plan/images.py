@@ -63,7 +63,7 @@ class ImagePlacement:
     """Ranks without an image, which encode the cheapest one, too."""
 
     loads: tuple[int, ...]
-    """Nanoseconds of each rank, without those of stand-ins."""
+    """Nanoseconds of each rank, without stand-ins."""
 
     cheapest: int
     """Index of the image that stands in."""

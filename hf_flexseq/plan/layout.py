@@ -31,7 +31,7 @@ class PlanLayout:
     """Layout of a plan on one rank."""
 
     def __init__(self, plan: Plan, rank: int, all_shards: AllShards | None = None) -> None:
-        """all_shards: the layout of a planner's pass; None for that of attention."""
+        """all_shards: the layout of a planner's pass; None for attention's."""
         self._plan = plan
         self._all_shards: list[list[Shard] | None] = []  # by micro-batch
         self.shards: list[Shard] = []

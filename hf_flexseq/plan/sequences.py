@@ -129,7 +129,7 @@ class Plan(Record):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Plan":
-        """Inverse of `to_bytes`. The bytes are those of rank 0, which has checked the plan."""
+        """Inverse of `to_bytes`. Rank 0 has checked the plan and sends the bytes."""
         lengths, micro_batches, rest = json.loads(data)
         made = []
         for groups in micro_batches:

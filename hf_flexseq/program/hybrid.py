@@ -13,7 +13,7 @@ nodes.
 
 USP (arXiv 2405.07719) and LoongTrain (arXiv 2406.18485), with the head side inside.
 
-The layout is that of `zigzag` over all ranks, whatever the size of a node: the chunks of a node's
+The layout is `zigzag`'s over all ranks, whatever the size of a node: the chunks of a node's
 ranks are two contiguous parts of a sequence, the very chunks of a zigzag over nodes. They only
 have to be put in order.
 """

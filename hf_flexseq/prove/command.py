@@ -35,11 +35,11 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.layer_memory import reason_without_choices
+from hf_flexseq.hf.model.probe import lively_copy, probe_model
 from hf_flexseq.hf.model.router import RouterFacts, UnknownRouterLoss
+from hf_flexseq.hf.model.tiles import find_mlps
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.hf.probe import lively_copy, probe_model
-from hf_flexseq.hf.tiles import find_mlps
 from hf_flexseq.plan.blocks import SEE_BLOCKS
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.prove.documents import (

@@ -21,9 +21,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.model.probe import usual_tokens
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.hf.probe import usual_tokens
 from hf_flexseq.plan.images import IMAGE
 from hf_flexseq.prove.drawn_images import ImageForm, Tensors, image_forms
 from hf_flexseq.steps.images import Image, UnsupportedImages

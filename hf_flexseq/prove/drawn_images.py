@@ -37,7 +37,7 @@ class ImageForm(NamedTuple):
 
 
 def image_forms(config: PreTrainedConfig, names: Collection[str]) -> Iterator[ImageForm]:
-    """Yield the forms that may be those of a model's images, none if its tensors are of another
+    """Yield the possible forms of a model's images, none if its tensors are of another
     kind. names: of the tensors that it takes for images."""
     vision: Any = getattr(config, "vision_config", None)
     if vision is None or "pixel_values" not in names:

@@ -13,7 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_flexseq.hf.calibration.model_configuration import class_of, config_of
+from hf_flexseq.hf.engine.model_configuration import class_of, config_of
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.router import OPTION, RouterFacts, UnknownRouterLoss, router_facts
 from hf_flexseq.hf.model.small import plain_options, small_model

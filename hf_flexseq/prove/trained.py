@@ -27,7 +27,7 @@ from hf_flexseq.hf.model.experts import expert_ranks
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
-from hf_flexseq.hf.trainer import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.hf.trainer.trainer import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.kernels import lse_dtype
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.memory import MemoryChoice
@@ -233,7 +233,7 @@ def step_of_trainer(
 
 def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -> PreTrainedModel:
     """Return a copy of a model that transformers shards when it loads it. Collective over the
-    world. folder: of this rank; that of rank 0 is used."""
+    world. folder: of this rank; rank 0's is used."""
     (shared,) = broadcast_object_list([folder])
     if PartialState().is_main_process:
         # In the published form transformers cannot shard the experts of every family.

@@ -4,12 +4,14 @@
     . a b c     0 1 1 1            a b c d e      3 and 2 tokens
     d e . .     1 1 0 0
 
-The row is what `DataCollatorForFlexSeq` would have made of the sequences. Results of its tokens
+The row is what `DataCollatorForFlexSeq` would have made of the sequences. A packed row has several
+of them: one begins wherever position_ids begin at 0 again. Results of its tokens
 are put back where the padded batch has them. Images of all sequences come together, as a processor
 joins them; the model knows how to divide them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.steps.collator import IMAGES, LENGTHS, is_of_images
 from hf_flexseq.steps.images import TYPES
+from hf_flexseq.steps.known_columns import DIVIDING, FOLLOWING, NUMBERING
 
 # Arguments of a call that change nothing of what is computed of its tokens, or say how it is
 # answered.
@@ -24,8 +27,11 @@ _HARMLESS = {
     *("use_cache", "fused_lm_head", "return_dict", "num_items_in_batch", "logits_to_keep"),
     "past_key_values",
     "margin",  # of a pair: TRL hands it to reward models, which ignore it
+    # what else tells the sequences of a packed row apart
+    *(*DIVIDING, *FOLLOWING, *NUMBERING),
 }
-_READ = {"input_ids", "attention_mask", "labels", "shift_labels"}
+READ = ("input_ids", "attention_mask", "labels", "shift_labels", "position_ids")
+"""Arguments of a call that are read of its tokens."""
 
 Images = Mapping[str, torch.Tensor]  # tensors of some images, by name
 
@@ -33,7 +39,7 @@ Images = Mapping[str, torch.Tensor]  # tensors of some images, by name
 class ModelCall:
     """One call of a model, on a padded batch."""
 
-    __slots__ = ("_places", "ids", "images", "lengths", "mask", "targets", "types")
+    __slots__ = ("_places", "ids", "images", "lengths", "mask", "positions", "targets", "types")
 
     def __init__(
         self,
@@ -42,15 +48,18 @@ class ModelCall:
         labels: torch.Tensor | None,
         *,
         shift_labels: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         images: Images | None = None,
         types: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """ids: [B, S]. attention_mask: [B, S], 1 for tokens and 0 around them; None: all are.
         labels: [B, S], of the tokens themselves; None where the model predicts no tokens.
         shift_labels: [B, S], the targets, where a batch has them besides labels.
+        positions: [B, S], of tokens in their sequences; None where every row is a sequence.
         images: see `images_in`. types: see `types_in`.
 
-        Raises ValueError for a mask that does more than to mark padding.
+        Raises ValueError for a mask that does more than to mark padding, and for positions that
+        neither rise nor begin at 0 again.
         """
         self.images = dict(images or {})
         """Tensors of the images of all sequences, in the order of the rows, by name."""
@@ -69,6 +78,10 @@ class ModelCall:
             # the next token's label, and none where padding is next
             self.targets[:, :-1] = labels[:, 1:].masked_fill(~self.mask[:, 1:], IGNORE_INDEX)
         self.lengths = _checked_lengths(self.mask)
+        self.positions = positions
+        """[B, S] Positions of tokens in their sequences; None where nothing says so."""
+        if positions is not None:
+            self.lengths = self._packed_lengths(positions)
         """Tokens of each sequence."""
         self._places = self.mask.nonzero(as_tuple=True)  # rows and columns of all tokens
 
@@ -78,13 +91,18 @@ class ModelCall:
         tokens. Raises NotImplementedError for arguments that the planned model is not given."""
         images, types = images_in(given), types_in(given)
         for name, value in given.items():
-            if name in _READ or name in _HARMLESS or value is None or value is False:
+            if name in READ or name in _HARMLESS or value is None or value is False:
                 continue
             if name in images or name in types:
                 continue
             raise NotImplementedError(
                 f"a loss calls the model with {name}: hf_flexseq computes the figures of a loss "
-                f"from {', '.join(sorted(_READ))} alone{_ADVICE.get(name, '')}"
+                f"from {', '.join(sorted(READ))} alone{_ADVICE.get(name, '')}"
+            )
+        dividing = [name for name in (*DIVIDING, *NUMBERING) if given.get(name) is not None]
+        if dividing and given.get("position_ids") is None:
+            raise NotImplementedError(
+                f"a loss calls the model with {dividing[0]} and without position_ids: give both"
             )
         if given.get("past_key_values") is not None:
             raise NotImplementedError("a loss calls the model with past_key_values: give tokens")
@@ -101,9 +119,30 @@ class ModelCall:
             given.get("attention_mask"),
             given.get("labels") if of_tokens else None,
             shift_labels=targets,
+            positions=given.get("position_ids"),
             images=images,
             types=types,
         )
+
+    def _packed_lengths(self, positions: torch.Tensor) -> list[int]:
+        """Return the tokens of every sequence, from the positions of all tokens, [B, S]."""
+        lengths: list[int] = []
+        is_known = positions.shape == self.ids.shape
+        for row in positions[self.mask].cpu().split(self.lengths) if is_known else ():
+            starts = (row.diff() < 1).nonzero().flatten() + 1
+            is_known = is_known and not row[starts].any()
+            lengths += [stop - start for start, stop in pairwise([0, *starts.tolist(), len(row)])]
+        if not is_known:
+            raise ValueError(
+                "position_ids of a batch that a loss calls the model with neither rise nor begin "
+                "at 0 again: leave them out, or let the positions of each sequence begin at 0"
+            )
+        if self.images and len(lengths) > len(self.lengths):
+            raise ValueError(
+                f"a row of a batch is packed, and it has {', '.join(sorted(self.images))}, of "
+                "which nobody knows the sequence: give every sequence as a row of its own"
+            )
+        return lengths
 
     @property
     def tokens(self) -> int:
@@ -115,6 +154,8 @@ class ModelCall:
         return (
             self.ids.device == other.ids.device
             and torch.equal(self.ids, other.ids)
+            and self.lengths == other.lengths
+            and torch.equal(self.positions_in_row().cpu(), other.positions_in_row().cpu())
             and torch.equal(self.mask, other.mask)
             and torch.equal(self.targets, other.targets)
             and _are_equal(self.types, other.types)
@@ -124,6 +165,12 @@ class ModelCall:
     def in_row(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of the tokens, [B, S] -> [tokens]."""
         return values[self._places]
+
+    def positions_in_row(self) -> torch.Tensor:
+        """Return the position of every token in its sequence, [tokens]."""
+        if self.positions is None:
+            return torch.cat([torch.arange(length) for length in self.lengths])
+        return self.in_row(self.positions).to(self.ids.dtype)
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
         """Put tokens' values into the batch, [tokens, ...] -> [B, S, ...]; differentiable."""
@@ -162,7 +209,7 @@ def joined(
         lengths += call.lengths
     if not lengths:
         return None
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    positions = torch.cat([call.positions_in_row() for call in calls])
     targets = torch.cat([call.in_row(call.targets) for call in calls])
     row: dict[str, Any] = {
         "input_ids": torch.cat([call.in_row(call.ids) for call in calls]).unsqueeze(0),
@@ -189,7 +236,10 @@ def in_first_row(call: ModelCall) -> list[Images]:
     return [call.images, *({} for _ in call.lengths[1:])]
 
 
+_STATES = "; give the trainer's class flexseq_figures, which reads them (docs/objectives/own.md)"
 _ADVICE = {
+    "output_hidden_states": _STATES,
+    "output_attentions": _STATES,
     "output_router_logits": (
         "; set config.output_router_logits=False, or for TRL's trainers router_aux_loss_coef=0.0"
     ),

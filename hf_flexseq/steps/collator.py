@@ -227,7 +227,8 @@ class DataCollatorForFlexSeq:
 class PaddedCollator:
     """Collates the same examples into a padded batch, for losses and metrics of whole samples:
     columns [examples, tokens of the longest], padded on the right, an `attention_mask`, and the
-    images of all examples. Either all examples have labels, or none."""
+    images of all examples. Either all examples have labels, or none. Where an example is packed,
+    all have position_ids, which begin again with every sequence."""
 
     def __init__(self, collator: DataCollatorForFlexSeq) -> None:
         self._collator = collator
@@ -244,20 +245,22 @@ class PaddedCollator:
         do not go into one tensor."""
         rows = []
         images = []
+        is_packed = False
         for index, example in enumerate(examples):
             made = self._collator.of_tokens(example, index, needs_labels=False)
             images.append(made.images)
             row = made.columns
-            if len(starts_of(row, index)) > 1:
-                raise ValueError(
-                    f"position_ids of example {index} begin again: it is packed, and predictions "
-                    "and losses on whole samples are of one sequence each; give every sequence as "
-                    "an example of its own"
-                )
+            starts = starts_of(row, index)
             if "labels" in row:
                 self._collator.targets_of(row, index)  # checks them
+            if len(starts) > 1:
+                _keep_sequences(row, starts)
+                is_packed = True
             row["attention_mask"] = torch.ones_like(row["input_ids"])
             rows.append(row)
+        if is_packed:
+            for row in rows:
+                row.setdefault("position_ids", torch.arange(len(row["input_ids"])))
         _check_same_columns(rows)
         fillers = {"labels": IGNORE_INDEX, SHIFT_LABELS: IGNORE_INDEX}
         fillers["input_ids"] = self._padding_id()
@@ -272,6 +275,18 @@ class PaddedCollator:
     def _padding_id(self) -> int:
         padding_id = getattr(getattr(self._collator, "tokenizer", None), "pad_token_id", None)
         return 0 if padding_id is None else padding_id
+
+
+def _keep_sequences(row: dict[str, torch.Tensor], starts: Sequence[int]) -> None:
+    """Number the tokens of each sequence of a packed example, whose columns are each [tokens], and
+    let none be predicted from the sequence before. starts: of its sequences."""
+    lengths = torch.tensor([*starts[1:], len(row["input_ids"])]) - torch.tensor(starts)
+    row["position_ids"] = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    if "labels" in row:
+        row["labels"] = row["labels"].index_fill(0, torch.tensor(starts), IGNORE_INDEX)
+    if SHIFT_LABELS in row:
+        ends = torch.tensor(starts[1:]) - 1
+        row[SHIFT_LABELS] = row[SHIFT_LABELS].index_fill(0, ends, IGNORE_INDEX)
 
 
 def _joined_images(images: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -408,5 +408,5 @@ class _LastFeatures(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `encoded`, from those of all micro-batches of all ranks."""
+        """Return the gradient of `encoded`, from the micro-batches' gradients on all ranks."""
         return ctx.step.gradients(ctx.index, gradient.contiguous()), None, None, None

@@ -103,7 +103,7 @@ def parts_of_rows(
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors of each image, whose first dimension is that of images."""
+    """Return the tensors of each image, whose first dimension counts images."""
     split = {name: value.split(1) for name, value in tensors.items()}
     return [{name: pieces[index] for name, pieces in split.items()} for index in range(count)]
 

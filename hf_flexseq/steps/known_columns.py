@@ -26,7 +26,7 @@ SHIFT_LABELS = "shift_labels"
 # Divide a row, without a value for each token; and what follows from them.
 DIVIDING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_lengths")
 FOLLOWING = ("max_length_q", "max_length_k")
-_NUMBERING = ("seq_idx", "segment_ids")
+NUMBERING = ("seq_idx", "segment_ids")
 
 # Columns of another shape that say something of an example's tokens.
 _OF_EXAMPLES = (*DIVIDING, *FOLLOWING, "sample_weight", "weight", "inputs_embeds", "label")
@@ -73,7 +73,7 @@ def sequence_numbers(name: str, value: torch.Tensor, tokens: int, index: int) ->
 def starts_of(columns: dict[str, torch.Tensor], index: int) -> list[int]:
     """Return at which tokens the sequences of an example begin, and take the columns that number
     them out of `columns`, each [tokens]."""
-    numbers = {name: columns.pop(name) for name in (*DIVIDING, *_NUMBERING) if name in columns}
+    numbers = {name: columns.pop(name) for name in (*DIVIDING, *NUMBERING) if name in columns}
     begins = {name: _after(value.diff() != 0) for name, value in numbers.items()}
     positions = columns.get("position_ids")
     begins["position_ids"] = set() if positions is None else _after(positions.diff() < 1)

@@ -75,7 +75,7 @@ class LearnedCost:
     # ---- which factors
 
     def factors_of(self, number: int) -> tuple[float, ...] | None:
-        """Return the factors by which step `number` is planned; None for those of the estimate."""
+        """Return the factors by which step `number` is planned; None for the estimate's."""
         counting = [one.factors for one in self.versions if one.first_step <= number]
         return counting[-1] if counting else None
 
@@ -163,7 +163,7 @@ class LearnedCost:
         with beside_bars():
             logger.warning(
                 "the last %d steps took %.2f times what the cost model says; plans keep to it, "
-                "since a common factor changes none (docs/cost_models.md)",
+                "since a common factor changes none (docs/planning.md)",
                 WATCHED,
                 ratio,
             )

@@ -68,5 +68,5 @@ class RankStep(Generic[PlanT]):
         """Do what can be done of the step while the one before it ends: nothing here."""
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch, a scalar, to that of the step."""
+        """Add a micro-batch's loss, a scalar, to the step's."""
         self.loss = loss if self.loss is None else self.loss + loss

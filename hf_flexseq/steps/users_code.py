@@ -114,15 +114,6 @@ def users_methods(trainer: Any, names: Iterable[str]) -> list[str]:
     return [where for where in found if where is not None]
 
 
-def library_method(trainer: Any, name: str) -> Callable[..., Any]:
-    """Return the method that the trainer would have without the user's overrides, bound to it."""
-    for cls in type(trainer).__mro__:
-        if name in vars(cls) and is_known(_function(vars(cls)[name])):
-            method: Callable[..., Any] = vars(cls)[name].__get__(trainer)
-            return method
-    raise AttributeError(f"no library gives {type(trainer).__name__} a method {name}")
-
-
 def _function(member: Any) -> Any:
     """Return the function behind a member of a class."""
     if isinstance(member, property):

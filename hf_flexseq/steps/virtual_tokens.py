@@ -71,7 +71,7 @@ def with_virtual_tokens(row: SourceRow, count: int) -> SourceRow:
 
 
 def real_tokens(row: SourceRow) -> Columns:
-    """Return the columns of a row, [tokens] each, without those of virtual tokens."""
+    """Return the columns of a row, [tokens] each, without virtual tokens."""
     columns = dict(row.columns)
     numbers = columns.pop(NUMBERS, None)
     if numbers is None:

@@ -48,7 +48,7 @@ class StepRow:
     how: str
     """Number of groups of each degree, or the pipeline's chunks and stages."""
     predicted_s: float
-    """Predicted seconds, with those of the tower."""
+    """Predicted seconds, the tower's included."""
     measured_s: float | None
     """Measured seconds; None if unknown."""
     waited_s: float | None
@@ -65,7 +65,7 @@ class StepRow:
 def step_row(replicas: Sequence[RecordedStep]) -> StepRow:
     """Return a step in numbers. replicas: plans that run at the same time, one without pipelines.
 
-    Seconds are those of the slowest replica.
+    Seconds are the slowest replica's.
     """
     degree2tokens: dict[int, int] = defaultdict(int)
     degree2groups: dict[int, int] = defaultdict(int)

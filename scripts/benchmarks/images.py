@@ -1,19 +1,8 @@
-"""Images of vision-language models: how evenly the tower's work is placed, and seconds of steps.
+"""Seconds of steps on images of a small Qwen3-VL, and how often an image passes a tower.
 
-    python scripts/benchmarks/images.py --placements                     modelled: 8 and 64 ranks
-    torchrun --nproc_per_node 2 scripts/benchmarks/images.py             measured: steps on two
+    torchrun --nproc_per_node 2 scripts/benchmarks/images.py
 
-`--placements` draws 100 steps with long-tailed images, eight sequences a rank, and 100 with
-long-tailed videos, two sequences a rank, on 8 and on 64 ranks. It places them as a step does, by
-the cost of Qwen3-VL-8B's tower: videos whole, and in the parts that a step divides them into.
-Imbalance is the largest load of a rank over the mean. No placement is below the largest image over
-the mean, which exceeds 1 in some steps: imbalance over the least possible stands beside it, over
-all steps together (sums of largest loads over sums of means), and that of ranks which encode the
-images of the sequences that they drew.
-
-`placements.py` says which images are drawn.
-
-Without options a small Qwen3-VL is trained on two ranks, in turns, on the same steps:
+It is trained on two ranks, in turns, on the same steps:
 
     plain       transformers' Trainer, padded batches
     flexseq     FlexSeqTrainer: every image is encoded once
@@ -21,10 +10,12 @@ Without options a small Qwen3-VL is trained on two ranks, in turns, on the same 
                 takes its own tokens' features, as other stacks with sequence parallelism do
 
 in two cases: sequences with long-tailed images, planned freely; and sequences of images alone, one
-group of two ranks for every sequence. Layers have the widths of Qwen3-VL-2B over 8, and images the
-patches over 8, so that attention has the share that it has there. A hook counts the images that
-towers encode. The Trainer's loss is told to be the mean over the tokens of a step, so that all
-three train alike; the losses of a step are compared.
+group of two ranks for every sequence. A tenth of the sequences has no image; the others have
+min(20, floor of a Pareto variable with exponent 1.3). Patches of an image are log-normal, median
+1,200 and sigma 1, cut to 256 and 16,384. They are divided by 8, as the widths of layers are those
+of Qwen3-VL-2B over 8, so that attention has the share that it has there. A hook counts the images
+that towers encode. The Trainer's loss is told to be the mean over the tokens of a step, so that
+all three train alike; the losses of a step are compared.
 """
 
 import argparse
@@ -54,7 +45,6 @@ from common import argument_parser, load_average, machine, ratios, spread, table
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan.images import ImagePlacement, ImageSize
-from placements import COLUMNS, MERGED, images_of_sequence, placements_page, sides_of_image
 
 Example = dict[str, Any]
 
@@ -82,6 +72,8 @@ TOWER = {
     "deepstack_visual_indexes": [1],
 }
 WARMUP = 1  # steps that are not timed
+MERGED = 4  # patches of a token
+MOST, TAIL, WITHOUT = 20, 1.3, 0.1  # images of a sequence
 
 
 # ---- steps
@@ -138,7 +130,7 @@ def sequence(rng: random.Random, generator: torch.Generator, images: int, words:
     ids: list[int] = []
     patches, grids = [], []
     for _ in range(images):
-        height, width = sides_of_image(rng, scale=8)
+        height, width = sides_of_image(rng)
         grids.append([1, height, width])
         patches.append(torch.rand(height * width, WIDTH, generator=generator))
         inside = [TOKENS["image_token_id"]] * (height * width // MERGED)
@@ -152,6 +144,18 @@ def sequence(rng: random.Random, generator: torch.Generator, images: int, words:
         example["pixel_values"] = torch.cat(patches)
         example["image_grid_thw"] = torch.tensor(grids)
     return example
+
+
+def images_of_sequence(rng: random.Random) -> int:
+    """Return how many images a sequence has."""
+    return 0 if rng.random() < WITHOUT else min(MOST, int(rng.paretovariate(TAIL)))
+
+
+def sides_of_image(rng: random.Random) -> tuple[int, int]:
+    """Return height and width of an image in patches, both even, nearly equal."""
+    patches = min(max(rng.lognormvariate(7.09, 1.0), 256), 16384) / 8  # e^7.09 = 1,200
+    height = max(2, 2 * round(patches**0.5 / 2))
+    return height, max(2, 2 * round(patches / height / 2))
 
 
 def padded(examples: list[Example]) -> dict[str, torch.Tensor]:
@@ -304,16 +308,10 @@ def steps_page(asked: argparse.Namespace) -> tuple[list[list[str]], list[dict[st
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--placements", action="store_true", help="place images alone")
     parser.add_argument("--steps", type=int, default=6, help="of a training, the first untimed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--per-rank", type=int, default=4, help="sequences of a rank and a step")
     asked = parser.parse_args()
-    if asked.placements:
-        lines, figures = placements_page()
-        print(table(COLUMNS, lines, numbers=range(1, len(COLUMNS))))
-        write_record(asked.json, figures)
-        return
     torch.set_num_threads(1)
     before = load_average()
     lines, figures = steps_page(asked)

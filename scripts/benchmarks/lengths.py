@@ -55,30 +55,3 @@ def batch(draw: Draw, context: int, count: int, seed: int) -> list[int]:
         if length <= context:
             lengths.append(length)
     return lengths
-
-
-def trace(tokens: int, longest: int, seed: int) -> list[int]:
-    """Return lengths of documents that add up to `tokens`; the last document is cut."""
-    rng = random.Random(seed)
-    lengths: list[int] = []
-    left = tokens
-    while left > 0:
-        length = DOCUMENTS(rng)
-        if length <= longest:
-            lengths.append(min(length, left))
-            left -= lengths[-1]
-    return lengths
-
-
-def long_tailed(seed: int, context: int, count: int = 256) -> tuple[int, ...]:
-    """Return `count` lengths of which 2 % come from a tail, all between 64 and `context` tokens.
-
-    The logarithm of a length is normal: mean 7.0 and deviation 1.35, in the tail 10.2 and 0.8.
-    """
-    rng = random.Random(seed)
-    lengths = []
-    for _ in range(count):
-        in_tail = rng.random() < 0.02
-        logarithm = rng.gauss(10.2, 0.8) if in_tail else rng.gauss(7.0, 1.35)
-        lengths.append(int(min(max(math.exp(logarithm), 64), context)))
-    return tuple(lengths)

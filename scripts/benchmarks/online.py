@@ -49,12 +49,11 @@ from forked import main_or_rank, start_ranks
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cost.correction import meetings
 from hf_flexseq.cost.kernels import FloatArray
-from hf_flexseq.hf import model_planning
-from hf_flexseq.hf.calibration import cache
+from hf_flexseq.hf.engine import cost_cache as cache
+from hf_flexseq.hf.engine import model_planning
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.steps import stopwatch
-from images import sequence, small_model
-from placements import images_of_sequence
+from images import images_of_sequence, sequence, small_model
 
 FIRST = 5  # step from which on errors count
 PER_RANK = 4  # sequences of a step

@@ -3,7 +3,6 @@
     python scripts/benchmarks/planning_time.py
     python scripts/benchmarks/planning_time.py --batches 20 --large 1 --json times.json
     python scripts/benchmarks/planning_time.py --preset llama-3.1-8b-h200
-    python scripts/benchmarks/planning_time.py --choices
 
     64 ranks          the sets of planners.py that have 64 ranks, `--batches` steps of each
     1,024 ranks       4,096 sequences
@@ -12,9 +11,6 @@
 
 The call is `make_plan` with the default options of a run. Times are CPU time of the one thread
 that planning takes, so that other programs on the machine count little.
-
-`--choices` plans the sets of 64 ranks once with choices for activations (`planner/memory.py`) and
-once without, alternately, for Llama-3.1-8B on H100 whose user recomputes nothing, or all layers.
 
 "over bound" is above the lower bound of the plan (`hf_flexseq/planner/lower_bound.py`).
 """
@@ -36,10 +32,7 @@ from common import (
     table_row,
     write_record,
 )
-from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic_model import analytic_cost_model
-from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from lengths import DOCUMENTS, WIKIPEDIA, K, batch, common_crawl_like
@@ -53,15 +46,6 @@ COLUMNS = (
     "p99",
     "worst",
     "over bound, mean",
-)
-CHOICES_COLUMNS = (
-    "the user",
-    "steps",
-    "with a choice",
-    "ms without, p50",
-    "ms with, p50",
-    "ratio, p50",
-    "ratio of sums",
 )
 LARGE = (
     SETS["1024 ranks"],
@@ -118,42 +102,6 @@ def times_row(ranks: int, found: list[Planned]) -> str:
     )
 
 
-def choices_rows(batches: int) -> list[str]:
-    """Return a row for each run-wide setting: what planning takes with choices and without."""
-    rows = []
-    topology = Topology(nodes=8, ranks_per_node=8)
-    for checkpointing in (False, True):
-        choosing = analytic_cost_model(
-            LLAMA_8B, DEVICES["H100"], topology, zero_stage=3, checkpointing=checkpointing
-        )
-        costs = {"with": choosing, "without": replace(choosing, activations=None)}
-        seconds: dict[str, list[float]] = {"with": [], "without": []}
-        chosen = 0  # steps with a choice
-        for turn, (drawn_set, seed) in enumerate(all_steps(batches, 0)[64]):
-            lengths = drawn_set.draw(seed)
-            order = ("with", "without") if turn % 2 else ("without", "with")
-            for name in order:
-                began = time.thread_time()
-                plan = make_plan(lengths, topology, costs[name])
-                seconds[name].append(time.thread_time() - began)
-                chosen += any(one.memory is not None for one in plan.micro_batches)
-        ratios = np.array(seconds["with"]) / np.array(seconds["without"])
-        rows.append(
-            table_row(
-                [
-                    "recomputes all layers" if checkpointing else "recomputes nothing",
-                    str(len(ratios)),
-                    str(chosen),
-                    f"{1e3 * np.median(seconds['without']):.1f}",
-                    f"{1e3 * np.median(seconds['with']):.1f}",
-                    f"{np.median(ratios):.2f}",
-                    f"{sum(seconds['with']) / sum(seconds['without']):.2f}",
-                ]
-            )
-        )
-    return rows
-
-
 def all_steps(batches: int, large: int) -> dict[int, list[tuple[LengthSet, int]]]:
     """Return the steps to plan, (set, seed) each, by ranks."""
     steps: dict[int, list[tuple[LengthSet, int]]] = {64: []}
@@ -172,9 +120,6 @@ def main() -> None:
     parser.add_argument(
         "--preset", choices=sorted(PRESETS), default="flexsp-gpt-7b-a100", help="cost model"
     )
-    parser.add_argument(
-        "--choices", action="store_true", help="compare planning with and without choices"
-    )
     # the fresh process of `first_call_ms`
     parser.add_argument("--first-call", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -182,10 +127,6 @@ def main() -> None:
         print(timed(SETS["wikipedia"], 0, asked.preset).milliseconds)
         return
     print(f"planning_time.py {' '.join(sys.argv[1:])}\non {machine('numpy')}")
-    if asked.choices:
-        print(f"load {load_average()}\n\n{table_head(CHOICES_COLUMNS)}")
-        print("\n".join(choices_rows(asked.batches)))
-        return
     print(f"load {load_average()}; {asked.preset}, at most {CAP:,} tokens per rank\n")
     print(table_head(COLUMNS))
     figures: dict[str, Any] = {"preset": asked.preset}

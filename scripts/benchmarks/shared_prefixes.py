@@ -2,7 +2,6 @@
 
     python scripts/benchmarks/shared_prefixes.py                              one process
     torchrun --nproc_per_node 2 scripts/benchmarks/shared_prefixes.py         two
-    python scripts/benchmarks/shared_prefixes.py --planning                   planning alone
 
 FlexSeqTrainer trains a small Llama on groups of rows, one group for each rank and step, with
 `shared_prefixes="off"` and "auto" in turns. The bound is the ratio of the floating-point
@@ -10,9 +9,6 @@ operations of both: 2 x (linear weights + head) for each token, 4 x width x laye
 a query and a key; the backward takes twice as many, of attention 2.5 times. Activations are the
 bytes of all tensors that the forward of a step saves for its backward. The last case shares
 nothing: its ratio is what looking for prefixes costs.
-
-`--planning` times plans of 512 rows in 64 groups on 64 ranks, and a million tokens without
-anything to share.
 """
 
 import argparse
@@ -30,12 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 from common import argument_parser, machine, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.plan.units import Unit
-from hf_flexseq.planner import make_plan
-from hf_flexseq.steps.prefixes import candidates, marks_of
-from hf_flexseq.steps.source_row import SourceRow
 
 Row = dict[str, list[int]]
 VOCAB, HIDDEN, LAYERS, INNER, HEADS, KV_HEADS = 4096, 256, 4, 768, 8, 4
@@ -219,55 +209,12 @@ def steps_page(asked: argparse.Namespace) -> tuple[list[list[str]], list[dict[st
     return lines, figures
 
 
-def planning_page() -> list[list[str]]:
-    """Time plans with units beside plans of as many sequences, and the look for prefixes."""
-    cost, topology = PRESETS["llama-3.1-8b-h200"], Topology(nodes=8, ranks_per_node=8)
-    rng = random.Random(0)
-    units = []
-    lengths = []
-    for _ in range(64):
-        prompt = rng.randint(500, 8000)
-        answers = [rng.randint(100, 2000) for _ in range(8)]
-        nodes = [(-1, prompt), *((0, n) for n in answers)]
-        units.append(Unit.of(nodes, [(len(lengths) + i, i + 1) for i in range(8)]))
-        lengths += [prompt + n for n in answers]
-    as_many = [unit.tokens for unit in units]
-    seconds: dict[str, list[float]] = {"units": [], "as many sequences": [], "rows": []}
-    for _ in range(9):
-        for name, of, shared in (
-            ("units", lengths, units),
-            ("as many sequences", as_many, []),
-            ("rows", lengths, []),
-        ):
-            began = time.perf_counter()
-            make_plan(of, topology, cost, units=shared)
-            seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    rows = [
-        [f"planning 64 groups of 8 as {name}", f"{1e3 * value:.1f} ms"]
-        for name, value in medians.items()
-    ]
-    ids = torch.randint(0, VOCAB, (1_000_000,))
-    row = SourceRow(columns={"input_ids": ids, "labels": ids}, lengths=(2000,) * 500)
-    looked = []
-    for _ in range(9):
-        began = time.perf_counter()
-        assert candidates(row.lengths, marks_of(row)) == []
-        looked.append(time.perf_counter() - began)
-    rows.append(["nothing found in 1,000,000 tokens", f"{1e3 * statistics.median(looked):.2f} ms"])
-    return rows
-
-
 def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", help="beginnings of the names of some cases")
-    parser.add_argument("--planning", action="store_true", help="time planning alone")
     asked = parser.parse_args()
-    if asked.planning:
-        print(table(("what", "median"), planning_page()))
-        return
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
     lines, figures = steps_page(asked)
     if int(os.environ.get("RANK", "0")) == 0:

@@ -1,7 +1,7 @@
 """Packed causal attention by cuDNN's own front end, forward and backward, with its plans kept.
 
-torch's operator for packs looked its plans up and kept none (docs/gpus.md); here they are kept, so
-that the kernels themselves show. Needs nvidia-cudnn-frontend, which has no requirements.
+torch's operator for packs looked its plans up and kept none (docs/limits.md); here they are kept,
+so that the kernels themselves show. Needs nvidia-cudnn-frontend, which has no requirements.
 """
 
 from collections.abc import Callable

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gpu_checks.one_rank import SMALL, TINY, OneRank
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.hf.calibration.choose import CostSubject
+from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.hf.model.facts import ModelFacts, model_shape
-from hf_flexseq.hf.synthetic_run import train
+from hf_flexseq.hf.trainer.synthetic_run import train
 
 CORRECTED_BOUND = 0.05
 # The memory model adds up what is held when the loss is computed and what is held when layers run

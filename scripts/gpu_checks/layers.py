@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 from gpu_checks.one_rank import FOUR_LAYERS, TINY, OneRank, host_waits_nowhere
 from gpu_checks.rates import LONG_TAIL, synchronize
 from gpu_checks.report import Section, Setting, table
-from hf_flexseq.hf.compiled_regions import compiled_regions
+from hf_flexseq.hf.model.compiled_regions import compiled_regions
 from hf_flexseq.hf.model.liger import liger_kernels
 
 ROUNDS, WARM_UP = 4, 2

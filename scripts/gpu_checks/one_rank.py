@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention import function as attention_function
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions

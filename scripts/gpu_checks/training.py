@@ -37,7 +37,7 @@ from gpu_checks.one_rank import FOUR_LAYERS, TINY
 from gpu_checks.rates import LONG_TAIL
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf.attention import packed_rows
+from hf_flexseq.hf.model.attention import packed_rows
 from hf_flexseq.kernels import cudnn_long
 
 VOCAB = 8192

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.contracts.look import attributes, calls, parameters
 
-# ---- hf/engine.py
+# ---- hf/engine/engine.py
 
 
 def test_ddp_is_made_with_the_handler_that_the_accelerator_has_at_that_moment():
@@ -70,7 +70,7 @@ def test_sync_each_batch_is_kept_under_its_name():
         GradientState._reset_state()
 
 
-# ---- hf/evaluation.py: what preparing a model leaves on it
+# ---- hf/engine/evaluation.py: what preparing a model leaves on it
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_preparing_a_model_marks_it_and_lists_it(precision, left):
     assert set(vars(model)) - set(vars(nn.Linear(2, 2))) == left
 
 
-# ---- hf/loaders.py: repeats are turned off by a flag and by exchanging a class
+# ---- hf/engine/loaders.py: repeats are turned off by a flag and by exchanging a class
 
 
 def test_even_batches_is_asked_for_at_every_pass():

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.reduction import instead_of_ddp
-from hf_flexseq.hf.sharding import parameter_groups
+from hf_flexseq.hf.engine.reduction import instead_of_ddp
+from hf_flexseq.hf.engine.sharding import parameter_groups
 from tests.contracts.look import parameters, schema_arguments
 from tests.ranks import run_ranks
 
@@ -150,7 +150,7 @@ class HasBuffer(nn.Module):
 
 
 def ddp_broadcasts_buffers_with_the_first_forward_of_a_step(rank):
-    # hf/reduction.py: also a DDP that does not reduce
+    # hf/engine/reduction.py: also a DDP that does not reduce
     for is_ours in (True, False):
         model = HasBuffer()
         ddp = DistributedDataParallel(model)
@@ -206,7 +206,7 @@ def a_unit_of_fsdp2_unshards_and_reshards_when_told_to(rank):
 
 
 def fsdp2_says_which_units_free_their_parameters_after_a_forward(rank):
-    # hf/sharding.py
+    # hf/engine/sharding.py
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], reshard_after_forward=True)
     fully_shard(model[1], reshard_after_forward=False)

@@ -37,7 +37,7 @@ def llama():
 
 IDS = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "use_cache": False}
 
-# ---- hf/trainer.py and pipeline/trainer: the methods that are overridden, as they are called
+# ---- the methods that hf/trainer and pipeline/trainer override, as they are called
 
 METHODS = {
     "get_batch_samples": "epoch_iterator num_batches device",
@@ -110,7 +110,7 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         (Trainer.set_initial_training_values, ["len("]),
         # checkpoints/optimizer.py reads optimizer.pt of an ordinary run by these numbers
         (Trainer.create_optimizer, ["in decay_parameters", "not in decay_parameters"]),
-        # hf/saving.py hangs the manifest on the last file of a checkpoint, before the rotation
+        # hf/trainer/saving.py hangs the manifest on a checkpoint's last file, before the rotation
         (
             Trainer._save_checkpoint,
             [
@@ -122,7 +122,7 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
                 "rotate_checkpoints(",
             ],
         ),
-        # hf/trainer.py keeps the Trainer from both: the engine does them
+        # hf/trainer/trainer.py keeps the Trainer from both: the engine does them
         (
             Trainer.train,
             [
@@ -141,17 +141,17 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         (neftune_post_forward_hook, ["module.training", "/ torch.sqrt(dims)", "uniform_(-mag_"]),
         (TrainingArguments, ["fsdp_plugin_args"]),  # pipeline/trainer/fsdp.py
         (PreTrainedModel.maybe_distribute_model, ["config.distributed_config = "]),
-        # docs/architecture.md, docs/nccl.md: exchanges of experts, with one wait of the host
+        # docs/architecture.md: exchanges of experts, with one wait of the host
         (
             AllToAllEP._dispatch_tokens,
             ["all_to_all_single(recv_counts", ".tolist()", "all_to_all_single_autograd("],
         ),
         (AllToAllEP.__call__, ["_dispatch_tokens(", "experts_forward(", "_combine_tokens("]),
         (AllToAllEP._combine_tokens, ["all_to_all_single_autograd("]),
-        # hf/sharded_checkpoints.py sets the one, and replaces the other
+        # hf/trainer/sharded_checkpoints.py sets the one, and replaces the other
         (Trainer.__init__, ["not args.save_only_model", "callback_handler.on_init_end("]),
         (Trainer._save_checkpoint, ["if not self.args.save_only_model:", "_save_optimizer_and"]),
-        # hf/weights.py reads in another way than this, and into a model on the same meshes
+        # hf/trainer/weights.py reads in another way than this, and into a model on the same meshes
         (Trainer._load_from_checkpoint, ["load_state_dict(state_dict, False)"]),
         (PreTrainedModel.from_pretrained, ["cls.prepare_distribute_model("]),
         (PreTrainedModel.maybe_distribute_model, ["model._mesh_manager = mesh_manager"]),
@@ -177,7 +177,7 @@ def test_names_that_are_read():
 
 
 def test_experts_can_be_put_over_ranks():
-    # hf/weights.py, hf/model/sharding_kind.py; older versions do not dispatch tokens
+    # hf/trainer/weights.py, hf/model/sharding_kind.py; older versions do not dispatch tokens
     pytest.importorskip("transformers.distributed.expert_parallel")
     names = {field.name for field in fields(DistributedConfig)}
     assert {"ep_size", "ep_plan", "ep_implementation"} <= names
@@ -185,14 +185,14 @@ def test_experts_can_be_put_over_ranks():
 
 
 def test_a_trainer_can_change_its_class(tmp_path):
-    # hf/callback.py puts the mixin in front of an instance's class
+    # hf/trainer/callback.py puts the mixin in front of an instance's class
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     trainer = Trainer(llama(), arguments)
     trainer.__class__ = type("Other", (Trainer,), {})
     assert not hasattr(Trainer, "__slots__")
 
 
-# ---- hf/attention.py and hf/model/checks.py
+# ---- hf/model/attention.py and hf/model/checks.py
 
 
 def test_an_implementation_without_a_mask_function_gets_no_mask_and_all_keywords():

@@ -217,7 +217,7 @@ def test_shapes_without_meaning_are_refused():
 
 def test_memory_under_autocast_is_not_below_that_of_an_h100():
     # 16 checkpointed layers of 2,048 with float32 weights, in bfloat16 autocast: the peaks of
-    # micro-batches of 16,384 and of 32,768 tokens (docs/gpus.md)
+    # micro-batches of 16,384 and of 32,768 tokens (docs/limits.md)
     sizes = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128}
     sizes |= {"intermediate": 8192, "vocab": 128256, "params": 1_269_368_832}
     cost = estimate(shape(**sizes, dtype_bytes=2, hidden_bytes=4), ranks=1)

@@ -8,8 +8,8 @@ import importlib.util
 import accelerate.utils.imports
 import torch
 
-import hf_flexseq.hf.trainer  # noqa: F401
-from hf_flexseq.hf.calibration.layer_trial import count_bytes
+import hf_flexseq.hf.trainer.trainer  # noqa: F401
+from hf_flexseq.hf.engine.layer_trial import count_bytes
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.mlp_trial import token_wise_places
 from tests import budget

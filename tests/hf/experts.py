@@ -1,5 +1,5 @@
 """Tiny mixtures of experts that transformers spreads over ranks, and how far their steps are from
-those of one process. `scripts/benchmarks/experts.py` uses this, too."""
+those of one process."""
 
 import contextlib
 import io

@@ -2,7 +2,7 @@
 FlexSeqMixin in front.
 
 Both train in one process, one after the other, on the same data with the same random numbers, so
-that their weights and logs can be compared. `scripts/benchmarks/objectives.py` uses this, too.
+that their weights and logs can be compared.
 """
 
 import copy

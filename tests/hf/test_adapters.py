@@ -15,8 +15,8 @@ from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, SFTTrainer
 
 from hf_flexseq.base.versions import untested
-from hf_flexseq.hf import adapters
-from hf_flexseq.hf.adapters import EXACT, REFUSED, term_of_step, unsuitable_adapter
+from hf_flexseq.hf.model import adapters
+from hf_flexseq.hf.model.adapters import EXACT, REFUSED, term_of_step, unsuitable_adapter
 from tests.hf.adapters import OPTIONS, VARIANTS, adapted, config_of, is_available
 from tests.hf.objectives import pairs
 from tests.hf.test_mixin import sft_trainer

@@ -244,8 +244,6 @@ def of_targets(outputs, labels, num_items_in_batch=None):
 
 
 class OnSamples(Trainer):
-    flexseq_loss_on_whole_samples = True
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         if "logits" in dict(outputs):

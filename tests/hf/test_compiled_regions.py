@@ -14,8 +14,8 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin, compile_regions
 from torch._dynamo.utils import counters
 from transformers import LlamaForCausalLM
 
-from hf_flexseq.hf.compiled_regions import compiled_regions, leave_others_uncompiled
-from hf_flexseq.hf.tiles import MlpTiles
+from hf_flexseq.hf.model.compiled_regions import compiled_regions, leave_others_uncompiled
+from hf_flexseq.hf.model.tiles import MlpTiles
 from tests.budget import others_nightly
 from tests.hf import objectives, test_reach
 from tests.hf.by_hand import TWO_NODES, worst_error

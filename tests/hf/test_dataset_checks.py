@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.dataset_checks import _example, _token_counts
+from hf_flexseq.hf.engine.dataset_checks import _example, _token_counts
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import PADDING_TARGETS
 from tests.hf.objectives import classifier

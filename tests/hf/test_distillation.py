@@ -7,7 +7,7 @@ from trl import DistillationConfig, DistillationTrainer
 from trl.trainer import distillation_trainer
 
 from hf_flexseq import FlexSeqMixin
-from hf_flexseq.hf.losses import unsuitable_distillation
+from hf_flexseq.hf.model.loss_kinds import unsuitable_distillation
 from tests.hf.objectives import FLOAT32_BOUND, assert_alike, prompts
 from tests.hf.test_trainer import logged
 from tests.hf.tiny import VOCAB, noting_figures, refused, tiny_llama

@@ -10,10 +10,10 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.hf import engine_setup
-from hf_flexseq.hf.attention import NAME
-from hf_flexseq.hf.calibration import source
-from hf_flexseq.hf.engine_setup import EngineSetup
+from hf_flexseq.hf.engine import cost_source as source
+from hf_flexseq.hf.engine import engine_setup
+from hf_flexseq.hf.engine.engine_setup import EngineSetup
+from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from tests.hf.test_exactness import own_batches
 from tests.hf.tiny import (
@@ -158,7 +158,7 @@ class FailsNow:
 @pytest.mark.processes
 def test_an_attach_that_fails_leaves_model_and_accelerator_as_they_were():
     cases = [
-        ("whole", "hf_flexseq.hf.attachments.refuse_noise"),
+        ("whole", "hf_flexseq.hf.model.attachments.refuse_noise"),
         ("stages", "hf_flexseq.pipeline.trainer.engine.PipelineExecutor"),
     ]
     assert on_two_ranks(after_a_failure, *cases) == [True, True]

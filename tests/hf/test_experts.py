@@ -1,5 +1,5 @@
 """Experts that transformers spreads over ranks, under plans of groups of any degree: loss and
-gradients are those of one process. The wide matrix is `scripts/benchmarks/experts.py`."""
+gradients are those of one process. The wide matrix is `test_every_expert.py`."""
 
 import re
 from contextlib import nullcontext
@@ -17,12 +17,12 @@ from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.base import versions
 from hf_flexseq.cost.analytic_model import PARAMETER_BYTES
 from hf_flexseq.distributed.reduction import local
+from hf_flexseq.hf.engine.sharding import parameter_groups
 from hf_flexseq.hf.model import experts
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter
 from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
 from hf_flexseq.hf.model.facts import model_facts
-from hf_flexseq.hf.sharding import parameter_groups
 from tests.budget import others_nightly
 from tests.hf.experts import (
     ATTENTION,

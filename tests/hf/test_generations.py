@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from hf_flexseq import FlexSeqArguments
-from hf_flexseq.hf.objectives.generations import Generations
+from hf_flexseq.hf.losses.generations import Generations
 from tests.hf.objectives import (
     FLOAT32_BOUND,
     OPTIONS,

@@ -13,7 +13,14 @@ from tests.ranks import run_cases
 SMOOTHING = 0.2
 
 
-def run(rank, world_size, folder, batch, flexseq, smoothing, classifies):
+class HandsOn(Trainer):
+    """A user's loss, on its own batches."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def run(rank, world_size, folder, batch, flexseq, smoothing, classifies, base=Trainer):
     """A run of three steps in float64."""
     model = tiny_llama(torch.float64)
     data = dataset(16)
@@ -25,7 +32,7 @@ def run(rank, world_size, folder, batch, flexseq, smoothing, classifies):
         data = [{"input_ids": one["input_ids"], "labels": i % 3} for i, one in enumerate(data)]
         collator = DataCollatorWithPadding(word_tokenizer())
     trainer = trainer_of(
-        Trainer,
+        base,
         folder,
         flexseq=flexseq,
         batch=batch,
@@ -41,8 +48,9 @@ def run(rank, world_size, folder, batch, flexseq, smoothing, classifies):
 @pytest.mark.processes
 def test_steps_are_those_of_the_plain_trainer(tmp_path):
     both = (False, True)  # whether the model classifies
-    ours = run_cases(run, 2, [(tmp_path, 2, {}, SMOOTHING, one) for one in both])
-    for classifies, of_ranks in zip(both, ours, strict=True):
+    cases = [(tmp_path, 2, {}, SMOOTHING, one) for one in both]
+    *ours, of_own = run_cases(run, 2, [*cases, (tmp_path, 2, {}, SMOOTHING, False, HandsOn)])
+    for classifies, of_ranks in zip((*both, False), (*ours, of_own), strict=True):
         stock = run(0, 1, tmp_path, 4, None, SMOOTHING, classifies)
         hard = run(0, 1, tmp_path, 4, None, 0.0, classifies)
         assert weights_apart(stock, hard) > 1e-3, "smoothing makes a difference"

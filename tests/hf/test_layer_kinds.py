@@ -1,5 +1,7 @@
 """The kinds of layers that configurations describe, as data; and steps that are no text."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -8,6 +10,7 @@ from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.layer_kinds import (
     UnknownLayers,
+    _keys_of,
     attention_layers,
     layer_kinds,
     layer_reach,
@@ -122,3 +125,10 @@ def test_tokens_of_images_are_refused_where_a_model_takes_text(config, columns, 
         return
     with refused(message):
         reader.read(row)
+
+
+def test_a_layer_that_reads_keys_of_another_model_is_named():
+    config = SimpleNamespace(kv_sharing_modes=["store", "reuse", "reuse"])
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    with refused("its layer 2 reads keys of sliding_attention that no layer stores"):
+        _keys_of(config, kinds)

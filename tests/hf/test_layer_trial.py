@@ -12,8 +12,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from hf_flexseq.hf.calibration import layer_trial
-from hf_flexseq.hf.calibration.layer_trial import count_bytes
+from hf_flexseq.hf.engine import layer_trial
+from hf_flexseq.hf.engine.layer_trial import count_bytes
 from hf_flexseq.kernels.convolution import causal_convolution_of_rows
 from hf_flexseq.kernels.scans import kimi
 from hf_flexseq.kernels.scans.grid import CHUNK, ChunkGrid

@@ -11,8 +11,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import lockstep_ns
 from hf_flexseq.cost.correction import FACTORS, MeasuredStep, corrected, fit
 from hf_flexseq.cost.terms import TERMS
-from hf_flexseq.hf import synthetic_run as command
-from hf_flexseq.hf.calibration import cache
+from hf_flexseq.hf.engine import cost_cache as cache
+from hf_flexseq.hf.trainer import synthetic_run as command
 from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.costs import rings

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
-from hf_flexseq.hf.loaders import LongestLoader, batches_on_host, without_repeats
+from hf_flexseq.hf.engine.loaders import LongestLoader, batches_on_host, without_repeats
 from tests.budget import others_nightly
 from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import (

@@ -19,7 +19,7 @@ from tests.hf.objectives import (
     make_trainer,
     run_case,
 )
-from tests.hf.test_trainer import dataset, float64_loss, logged
+from tests.hf.test_trainer import dataset, float64_loss, logged, loss_of_targets
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.hf.trainers import (
     assert_logged_alike,
@@ -36,13 +36,10 @@ MARK = VOCAB - 1  # a token of one sequence, whose loss is NaN
 TOGETHER = 2e-6  # float32, in which the Trainer adds losses up
 
 
-class NanTrainer(Trainer):
-    """Its gradients are finite, whatever its loss is."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        is_marked = (inputs["input_ids"] == MARK).any()
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss + torch.nan if is_marked else loss
+def loss_with_nan(logits, labels, vocab_size, num_items_in_batch=None, **given):
+    """NaN beside a marked label. Its gradients are finite."""
+    loss = loss_of_targets(logits, labels, vocab_size, num_items_in_batch, **given)
+    return loss + torch.nan if (labels == MARK).any() else loss
 
 
 def marked_dataset(is_marked):
@@ -54,36 +51,38 @@ def marked_dataset(is_marked):
     if is_marked:
         second = examples[SEQUENCES : 2 * SEQUENCES]
         longest = max(second, key=lambda example: len(example["input_ids"]))
-        longest["input_ids"][0] = MARK
+        longest["labels"][-1] = MARK
     return examples
 
 
-def make(base, folder, *, flexseq=None, batch=SEQUENCES, is_marked=False):
+def make(folder, *, flexseq=None, batch=SEQUENCES, is_marked=False):
     model = tiny_llama()
     given = {"model": model, "train_dataset": marked_dataset(is_marked)}
-    if flexseq is None:
+    if is_marked:
+        model.loss_function = loss_with_nan
+    elif flexseq is None:
         model.loss_function = float64_loss
-    else:
+    if flexseq is not None:
         given["data_collator"] = DataCollatorForFlexSeq()
     settings = {"max_steps": STEPS, "logging_steps": 2, "train_sampling_strategy": "sequential"}
-    return trainer_of(base, folder, flexseq=flexseq, batch=batch, **settings, **given)
+    return trainer_of(Trainer, folder, flexseq=flexseq, batch=batch, **settings, **given)
 
 
 def runs_of_ranks(rank, world_size, folder):
     own = {"batch": SEQUENCES // world_size}
     warning = {"on_nonfinite": "warn"}
-    with_nan = trained(make(NanTrainer, folder, flexseq=warning, is_marked=True, **own))
+    with_nan = trained(make(folder, flexseq=warning, is_marked=True, **own))
     with pytest.raises(FloatingPointError, match="NaN or infinity in the loss and in no gradient"):
-        make(NanTrainer, folder, flexseq={}, is_marked=True, **own).train()
-    without = trained(make(Trainer, folder, flexseq={}, **own))
-    stages = trained(make(Trainer, folder, flexseq={"pipeline_parallel_size": 2}, **own))
+        make(folder, flexseq={}, is_marked=True, **own).train()
+    without = trained(make(folder, flexseq={}, **own))
+    stages = trained(make(folder, flexseq={"pipeline_parallel_size": 2}, **own))
     return with_nan, without, stages
 
 
 @pytest.mark.processes
 def test_losses_of_all_ranks_and_steps_are_those_of_one_process(tmp_path):
-    without_nan = trained(make(Trainer, tmp_path))
-    with_nan = trained(make(NanTrainer, tmp_path, is_marked=True))
+    without_nan = trained(make(tmp_path))
+    with_nan = trained(make(tmp_path, is_marked=True))
     keys = ("loss", "train_loss")
     assert logged(with_nan.log, "loss") != logged(without_nan.log, "loss")
     for marked, *others in run_ranks(runs_of_ranks, 2, tmp_path, seconds=120):

@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.config import LOOKAHEAD
-from hf_flexseq.hf.lookahead import own_code_of_data
+from hf_flexseq.hf.engine.lookahead import own_code_of_data
 from tests.budget import others_slow
 from tests.hf.test_mixin import sft_trainer, tokenizer
 from tests.hf.test_trainer import float64_loss, padded

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum

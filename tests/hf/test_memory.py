@@ -18,7 +18,7 @@ from trl import SFTTrainer
 from trl.trainer import sft_trainer as sft_module
 
 from hf_flexseq import FlexSeqEngine
-from hf_flexseq.hf.attachments import ModelSettings
+from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.hf.model.layer_memory import LayerMemory, reason_without_choices
 from hf_flexseq.memory.pages import MIB, HostMemoryFull
 from hf_flexseq.memory.store import HostStore

@@ -16,7 +16,7 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from hf_flexseq.hf.token_means import TokenMeans
+from hf_flexseq.hf.losses.token_means import TokenMeans
 from tests import budget
 from tests.hf.test_trainer import (
     OPTIONS,

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
-from hf_flexseq.hf.attachments import ModelSettings
+from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords

@@ -15,9 +15,9 @@ from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
-from hf_flexseq.hf.losses import _ON_SAMPLES
-from hf_flexseq.hf.objectives.reference import adapter_off, adapter_state
-from hf_flexseq.hf.objectives.trainers import _OF_TRAINERS
+from hf_flexseq.hf.losses.reference import adapter_off, adapter_state
+from hf_flexseq.hf.losses.trainers import _OF_TRAINERS
+from hf_flexseq.hf.model.loss_kinds import _ON_SAMPLES
 from hf_flexseq.steps.calls import ModelCall
 from tests.budget import others_nightly
 from tests.hf.objectives import (
@@ -174,7 +174,7 @@ def test_padding_on_either_side_is_no_part_of_a_row():
     assert torch.equal(call.padded(call.in_row(ids)), ids)
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "position_ids", "inputs_embeds"])
+@pytest.mark.parametrize("name", ["output_hidden_states", "cache_position", "inputs_embeds"])
 def test_arguments_that_change_results_are_refused_by_name(name):
     with refused(f"calls the model with {name}"):
         ModelCall.read(padded_call(**{name: torch.ones(1)}), of_tokens=True)

@@ -27,9 +27,9 @@ from hf_flexseq import FlexSeqArguments
 from hf_flexseq.attention import remat
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
-from hf_flexseq.hf.reduction import average_gradients, instead_of_ddp
-from hf_flexseq.hf.sharding import FsdpPolicies
-from hf_flexseq.hf.sync import resolve_sync
+from hf_flexseq.hf.engine.reduction import average_gradients, instead_of_ddp
+from hf_flexseq.hf.engine.sharding import FsdpPolicies
+from hf_flexseq.hf.model.sync import resolve_sync
 from tests.hf.by_hand import attach, planned_inputs, target_count
 from tests.hf.test_exactness import sharded, whole
 from tests.hf.test_reach import keep_float64, make_model

@@ -1,5 +1,5 @@
-"""Losses of the user's own on a causal language model: `compute_loss_func`, and classes that say
-`flexseq_loss_on_whole_samples`, against the plain Trainer with whole logits."""
+"""Losses of the user's own on a causal language model: `compute_loss_func` and methods of a class,
+against the plain Trainer with whole logits."""
 
 import re
 
@@ -8,19 +8,17 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 from hf_flexseq import FlexSeqTrainer
+from hf_flexseq.hf.losses.heads import TokenFigures, figures_of_logits
+from hf_flexseq.hf.losses.outputs import PlannedOutput
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
-from hf_flexseq.hf.objectives.heads import TokenFigures, figures_of_logits
-from hf_flexseq.hf.objectives.outputs import PlannedOutput
-from hf_flexseq.hf.one_pass import LossInOnePass
 from hf_flexseq.kernels import token_outputs as kernel
 from tests.budget import others_nightly
 from tests.hf.test_checks import OwnLoss
 from tests.hf.test_exactness import whole
 from tests.hf.test_metrics import scaled
-from tests.hf.test_router import mixture
 from tests.hf.test_trainer import padded
 from tests.hf.tiny import VOCAB, documents, refused, tiny_llama
 from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
@@ -34,15 +32,17 @@ STAGES = {"pipeline_parallel_size": 2}
 # ---- the figures
 
 
-def plain_figures(hidden, weight, bias, targets):
-    """Log-probabilities of targets and entropies, through all logits."""
+def plain_figures(hidden, weight, bias, targets, *, with_means=False):
+    """Log-probabilities of targets, entropies, and means of all log-probabilities, through all
+    logits."""
     logits = hidden @ weight.t()
     if bias is not None:
         logits = logits + bias
     log_p = F.log_softmax(logits, dim=1)
     counts = targets != -100
     picked = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    return picked * counts, -(log_p.exp() * log_p).sum(1) * counts
+    found = picked * counts, -(log_p.exp() * log_p).sum(1) * counts
+    return (*found, log_p.mean(1) * counts) if with_means else found
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -53,12 +53,12 @@ def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, 
     operands = [torch.randn(19, 12), torch.randn(VOCAB, 12), torch.randn(VOCAB)]
     targets = torch.randint(VOCAB, (19,))
     targets[::5] = -100
-    weights = torch.randn(2, 19).double()
+    weights = torch.randn(3, 19).double()
     gradients = []
     for compute in (plain_figures, kernel.token_outputs):
         leaves = [operand.double().requires_grad_() for operand in operands]
         hidden, weight, bias = leaves
-        found = compute(hidden, weight, bias if has_bias else None, targets)
+        found = compute(hidden, weight, bias if has_bias else None, targets, with_means=True)
         (torch.stack(found) * weights).sum().backward()
         gradients.append([*(f.detach() for f in found), *(x.grad for x in leaves[: 2 + has_bias])])
     for ours, plain in zip(*reversed(gradients), strict=True):
@@ -114,7 +114,8 @@ def figures_and_gradients(rank, world_size, policy=None):
         found = head.forward(model, {"input_ids": ids, **labels})
     (torch.stack([found["log_probs"], found["entropy"]]) * weights).sum().backward()
     gradients = {name: whole(p.grad).numpy() for name, p in model.named_parameters()}
-    return {name: value.detach().numpy() for name, value in found.items()}, gradients
+    names = ("log_probs", "entropy")
+    return {name: found[name].detach().numpy() for name in names}, gradients
 
 
 @pytest.mark.processes
@@ -160,8 +161,6 @@ def focal_loss(outputs, labels, num_items_in_batch=None):
 
 class Focal(Trainer):
     """The same loss plus the model's own."""
-
-    flexseq_loss_on_whole_samples = True
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
@@ -254,11 +253,14 @@ def test_outputs_have_what_they_have():
 
 
 class OnOtherTokens(FlexSeqTrainer):
-    flexseq_loss_on_whole_samples = True
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{**inputs, "input_ids": inputs["input_ids"].flip(0)})
         return outputs.loss
+
+
+class Once(FlexSeqTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * model(**inputs).loss
 
 
 class Twice(OnOtherTokens):
@@ -282,11 +284,29 @@ def labelled_padding(examples):
     return {**batch, "labels": batch["input_ids"]}
 
 
+class DropsForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        mlp = self.model.layers[0].mlp
+        mlp.act_fn = torch.nn.Sequential(mlp.act_fn, torch.nn.Dropout(0.1))
+
+
+def with_dropout():
+    return tiny_llama(cls=DropsForCausalLM)
+
+
 @pytest.mark.slow
 def test_gradients_are_of_one_call_for_each_batch(tmp_path):
-    for base in (OnOtherTokens, Twice):
-        with refused(f"{base.__name__} .* or calls the model twice"):
-            make(tmp_path, base=base).train()
+    with refused("OnOtherTokens .* not those of its batch.*_prepare_inputs"):
+        make(tmp_path, base=OnOtherTokens).train()
+    with refused("Twice .* calls a model with dropout twice"):
+        make(tmp_path, base=Twice, model=with_dropout).train()
+
+
+@pytest.mark.slow
+def test_two_equal_calls_are_answered_alike(tmp_path):
+    runs = [trained(make(tmp_path, base=base)) for base in (Once, Twice)]
+    assert weights_apart(*runs) < 1e-12
 
 
 @pytest.mark.slow
@@ -295,21 +315,11 @@ def test_labels_of_padding_are_refused(tmp_path):
         make(tmp_path, data_collator=labelled_padding, **FUNCTION).train()
 
 
-@pytest.mark.slow
-def test_one_pass_keeps_to_sums_over_tokens(tmp_path):
-    """Labels of a micro-batch are shifted already: a loss of its own logits would be wrong."""
-    trainer = make(tmp_path, base=OwnLoss)
-    assert isinstance(trainer._flexseq_loss, LossInOnePass), "handing on takes one pass"
-    with refused("WithoutLabels.*flexseq_loss_on_whole_samples"):
-        make(tmp_path, base=WithoutLabels).train()
-
-
 @pytest.mark.parametrize(
     ("settings", "kind", "said"),
     [
-        ({"base": FormerName}, ValueError, "flexseq_loss_on_whole_samples = True"),
+        ({"base": FormerName}, ValueError, "leave it out"),
         (FUNCTION | {"flexseq": STAGES}, NotImplementedError, "set it to 1"),
-        (FUNCTION | {"model": mixture}, NotImplementedError, "config.output_router_logits=False"),
     ],
 )
 def test_what_is_refused_when_a_trainer_is_made(tmp_path, settings, kind, said):

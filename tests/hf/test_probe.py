@@ -1,5 +1,5 @@
 """The probe for silent wrongness passes models that are exact, and sees faults that are planted.
-The matrix of all families is `python scripts/benchmarks/reach.py --probe`."""
+All families are probed by `test_every_model.py`, with `-m nightly`."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ import transformers
 from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-import hf_flexseq.hf.attention as hf_attention
+import hf_flexseq.hf.model.attention as hf_attention
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.hf.model import recurrent
-from hf_flexseq.hf.probe import SEQUENCES, SHARED, probe_model
+from hf_flexseq.hf.model.probe import SEQUENCES, SHARED, probe_model
 from tests.budget import others_slow
 from tests.hf.hybrids import HYBRIDS
 from tests.hf.test_checks import SIZES

@@ -11,7 +11,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 from hf_flexseq.cli import main
 from hf_flexseq.cli import prove as page
-from hf_flexseq.hf import probe
+from hf_flexseq.hf.model import probe
 from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.model.small import plain_options, small_model
 from hf_flexseq.prove import command, subject

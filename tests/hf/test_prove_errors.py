@@ -8,8 +8,8 @@ from transformers import Qwen3MoeForCausalLM, Qwen3VLForConditionalGeneration
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model import experts, layer_memory, router
+from hf_flexseq.hf.model.probe import lively_copy
 from hf_flexseq.hf.model.small import small_model
-from hf_flexseq.hf.probe import lively_copy
 from hf_flexseq.memory import store, tiles
 from hf_flexseq.prove import command, trained
 from hf_flexseq.steps import features, images

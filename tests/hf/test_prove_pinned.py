@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_flexseq.hf import probe
+from hf_flexseq.hf.model import probe
 from hf_flexseq.prove import command
 from hf_flexseq.prove.documents import documents
 from hf_flexseq.prove.pinned import pin_routers

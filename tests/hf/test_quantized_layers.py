@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer
 
-from hf_flexseq.hf.calibration import layer_trial
+from hf_flexseq.hf.engine import layer_trial
 from hf_flexseq.hf.model.facts import elements, is_mostly_frozen, model_shape, stored_bytes
 from hf_flexseq.hf.model.quantized_layers import is_quantized, quantized
 from tests.hf.test_sharding import ZERO

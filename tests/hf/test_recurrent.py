@@ -360,3 +360,8 @@ def test_a_mixer_with_the_forward_of_another():
 def test_pipelines_that_could_not_carry_what_layers_need(tmp_path, family, options, message):
     with refused(message):
         make_trainer(tmp_path, model=make_hybrid(family), pipeline_parallel_size=2, **options)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_every_hybrid_is_taken(family):
+    check_model(meta_model(family.split()[0], **HYBRIDS[family]))

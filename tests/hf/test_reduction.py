@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.reduction import instead_of_ddp
+from hf_flexseq.hf.engine.reduction import instead_of_ddp
 from tests.hf.ordered_gloo import ordered_gloo
 from tests.hf.test_checks import make_trainer
 from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole

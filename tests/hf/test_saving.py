@@ -13,10 +13,11 @@ from transformers import Trainer
 from hf_flexseq import FlexSeqTrainer
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf import saving
-from hf_flexseq.hf.calibration import cache, choose
-from hf_flexseq.hf.calibration.choose import CostSubject
-from hf_flexseq.hf.resume import warn_without_optimizer
+from hf_flexseq.hf.engine import cost_cache as cache
+from hf_flexseq.hf.engine import cost_choice as choose
+from hf_flexseq.hf.engine.cost_choice import CostSubject
+from hf_flexseq.hf.trainer import saving
+from hf_flexseq.hf.trainer.resume import warn_without_optimizer
 from hf_flexseq.memory import device
 from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents

@@ -33,9 +33,9 @@ from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf import saving, weights
-from hf_flexseq.hf.sharded_checkpoints import accepted_by_trainer
-from hf_flexseq.hf.weights import load_weights
+from hf_flexseq.hf.trainer import saving, weights
+from hf_flexseq.hf.trainer.sharded_checkpoints import accepted_by_trainer
+from hf_flexseq.hf.trainer.weights import load_weights
 from tests.hf import experts
 from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
 from tests.hf.tiny import SIZES, documents, refused

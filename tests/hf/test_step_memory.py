@@ -18,7 +18,7 @@ from trl import SFTTrainer
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.cost.choices import held_at_most
 from hf_flexseq.distributed.transport import LostRank
-from hf_flexseq.hf.step_memory import RECORD
+from hf_flexseq.hf.trainer.step_memory import RECORD
 from hf_flexseq.plan import PlanInfeasible
 from tests.budget import others_nightly
 from tests.hf.test_mixin import sft_trainer

@@ -17,8 +17,8 @@ from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.choices import choices_of
-from hf_flexseq.hf import tiles
-from hf_flexseq.hf.tiles import MlpTiles, find_mlps, priced_for
+from hf_flexseq.hf.model import tiles
+from hf_flexseq.hf.model.tiles import MlpTiles, find_mlps, priced_for
 from hf_flexseq.plan.memory import MemoryChoice
 from tests.budget import others_nightly
 from tests.cost.test_choices import llama

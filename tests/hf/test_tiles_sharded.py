@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from deepspeed.utils import safe_get_full_grad, z3_leaf_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_flexseq.hf import tiles
-from hf_flexseq.hf.tiles import MlpTiles
+from hf_flexseq.hf.model import tiles
+from hf_flexseq.hf.model.tiles import MlpTiles
 from hf_flexseq.plan.memory import MemoryChoice
 from tests.hf.test_exactness import LENGTHS, gradients_under_random_plans, own_batches, sharded
 from tests.hf.test_fsdp_policies import Collectives

@@ -1,5 +1,5 @@
-"""Code of the user's own in the way of a loss in one pass: what leaves the loss a sum over tokens
-trains as under the plain Trainer, and everything else is refused with one line."""
+"""Code of the user's own in the loss and in the model: it trains as under the plain Trainer, or is
+refused with one line."""
 
 import logging
 from functools import partial
@@ -11,19 +11,18 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from trl import SFTTrainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqMixin
+from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.steps.collator import OTHER_ROWS
 from hf_flexseq.steps.users_code import (
     is_known,
-    library_method,
     users_forward_hooks,
     users_modules,
 )
-from tests.hf.test_mixin import FlexSeqSFTTrainer, sft_trainer
-from tests.hf.test_overrides import OPTIONS, make
-from tests.hf.test_own_losses import Focal
-from tests.hf.test_trainer import dataset, float64_loss, logged, padded
+from tests.hf.test_mixin import sft_trainer
+from tests.hf.test_overrides import make
+from tests.hf.test_own_losses import Focal, figures_of
+from tests.hf.test_trainer import dataset, logged, loss_of_targets, mean_or_sum, padded
 from tests.hf.tiny import VOCAB, refused, tiny_llama
 from tests.hf.trainers import assert_logged_alike, trained, weights_apart
 from tests.ranks import run_cases
@@ -100,10 +99,56 @@ def labels_masked(inputs):
     return {"labels": inputs["labels"].masked_fill(inputs["input_ids"] < 20, -100)}
 
 
+class Means(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def with_penalty(trainer, loss, inputs):
+    return loss + 1e-2 * sum(p.square().sum() for p in trainer.model.parameters())
+
+
+class Unscaled(Means):
+    """Lets the Trainer divide by the batches of a step."""
+
+    loss_is_scaled_for_ga = False
+
+
+def times_rows(trainer, loss, inputs):
+    """Additive over packed rows, of which a micro-batch has one, and not over those of stock."""
+    return loss * len(inputs["input_ids"])
+
+
+def with_ids(trainer, loss, inputs):
+    """Not 0 without labels."""
+    return loss + 1e-3 * inputs["input_ids"].sum()
+
+
+def at_random(trainer, loss, inputs):
+    """Of random numbers that nothing else has drawn from."""
+    generator = torch.Generator().manual_seed(trainer.state.global_step)
+    return loss * torch.rand((), generator=generator)
+
+
+def first_token_replaced(inputs):
+    """The first token of a row, whatever the sequences in it."""
+    ids = inputs["input_ids"].clone()
+    ids[:, 0] = 1
+    return {"input_ids": ids}
+
+
 def hooked_gradients():
     model = tiny_llama()
     mask = torch.arange(VOCAB)[:, None] > 30
     model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * mask)
+    return model
+
+
+def hooked_gradients_halved():
+    model = tiny_llama()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient / 2)
     return model
 
 
@@ -121,15 +166,6 @@ def hooked_with_own_loss():
     return model
 
 
-def loss_of_targets(logits, labels, vocab_size, num_items_in_batch=None, **given):
-    """A loss function of the user's own, which reads `shift_labels` where there are any."""
-    targets = given.get("shift_labels")
-    if targets is None:
-        targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return total / num_items_in_batch
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "model", "rel"),
@@ -138,17 +174,26 @@ def loss_of_targets(logits, labels, vocab_size, num_items_in_batch=None, **given
         (PassesItems, tiny_llama, 1e-6),
         (changing_inputs(replaced_tokens), tiny_llama, 1e-6),
         (SkipsCounts, tiny_llama, 1e-6),
+        (changing_inputs(labels_masked), tiny_llama, 1e-6),
         (changing_inputs(labels_masked, Focal), tiny_llama, 1e-6),
+        (changing_inputs(first_token_replaced), tiny_llama, 1e-6),
+        (Means, tiny_llama, 1e-6),
+        (Unscaled, tiny_llama, 1e-6),
+        (changing_loss(with_penalty), tiny_llama, 1e-6),
+        (changing_loss(times_rows), tiny_llama, 1e-6),
+        (changing_loss(with_ids), tiny_llama, 1e-6),
+        (changing_loss(at_random), tiny_llama, 1e-6),
         (Trainer, hooked_gradients, 1e-6),
+        (changing_loss(with_penalty), hooked_gradients_halved, 1e-6),
         (Trainer, hooked_with_own_loss, 1e-9),
     ],
 )
-def test_what_leaves_the_loss_a_sum_trains_as_under_the_plain_trainer(tmp_path, base, model, rel):
+def test_users_code_trains_as_under_the_plain_trainer(tmp_path, base, model, rel):
     runs = []
     for how in ("stock", "mixin"):
         own = model()
         if how == "stock" and not issubclass(base, Focal):
-            own.loss_function = float64_loss
+            own.loss_function = mean_or_sum
         trainer = make(base, tmp_path, how=how, model=own, eval_strategy="no")
         runs.append(trained(trainer))
     assert weights_apart(*runs) < 1e-8
@@ -184,7 +229,7 @@ def loss_and_factors(rank, world_size, in_front, base, how, folder):
         said.append(record.getMessage())
         return False
 
-    log = logging.getLogger("hf_flexseq.hf.sum_trial")
+    log = logging.getLogger("hf_flexseq.hf.losses.on_samples")
     log.addFilter(note)
     if base is SFTTrainer:
         flexseq = None if how == "stock" else {}
@@ -211,122 +256,87 @@ def test_a_loss_that_is_the_plain_one_but_for_the_ranks_trains_as_stock_and_is_t
             assert loss == pytest.approx(plain / 2 if is_short else plain, rel=1e-5), in_front
             if how == "mixin" and is_short and rank == 0:
                 (line,) = said
-                assert line.startswith(f"{in_front.__name__}.compute_loss: two sequences have")
+                assert line.startswith("the loss of FlexMine is ")
                 assert "divided by the 2 ranks" in line
                 assert "return loss * self.accelerator.num_processes" in line
             else:
                 assert said == [], "one rank speaks, and only where the factor is missing"
 
 
-class Means(Trainer):
+class MeansOfSft(SFTTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return model(**inputs, fused_lm_head=True).log_probs.mean()
+
+
+class ScalesSft(SFTTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return 0.5 * super().compute_loss(*args, **kwargs)
+
+
+class PlainCallsOfSft(SFTTrainer):
+    """Calls the model as `Trainer` does, and not as SFTTrainer."""
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
+        return model(**inputs, num_items_in_batch=num_items_in_batch).loss
 
 
-def with_penalty(trainer, loss, inputs):
-    return loss + 1e-2 * sum(p.square().sum() for p in trainer.model.parameters())
-
-
-def times_rows(trainer, loss, inputs):
-    """Additive over packed rows, of which a micro-batch has one, and not over those of stock."""
-    return loss * len(inputs["input_ids"])
-
-
-def first_token_replaced(inputs):
-    """The first token of a row, whatever the sequences in it."""
-    ids = inputs["input_ids"].clone()
-    ids[:, 0] = 1
-    return {"input_ids": ids}
-
-
-@pytest.mark.parametrize(
-    "base",
-    [
-        Means,
-        changing_loss(with_penalty),
-        changing_loss(times_rows),
-        # not 0 without labels
-        changing_loss(lambda trainer, loss, inputs: loss + 1e-3 * inputs["input_ids"].sum()),
-        changing_inputs(first_token_replaced),
-    ],
-)
-def test_a_loss_that_depends_on_the_plan_is_refused(tmp_path, base):
-    where = rf"{base.__name__}\.\w+: (two sequences have|a row without).* num_items_in_batch"
-    refuses_to_train(base, tmp_path, where)
-    with refused(where):
-        make(base, tmp_path).evaluate()
-
-
-def masks_positions(inputs):
-    """Changes labels where the nine tokens of the trial have none to change."""
-    if inputs["labels"].shape[1] > 12:
-        inputs["labels"][:, 12:] = -100
-
-
-@pytest.mark.parametrize(
-    "base, said",
-    [
-        (Means, "Means.compute_loss: two sequences have"),
-        (editing(masks_positions), "Edits.compute_loss changes the labels"),
-    ],
-)
-def test_an_evaluation_with_metrics_before_any_training_refuses_the_same(tmp_path, base, said):
-    trainer = make(base, tmp_path)
-    trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
-    trainer.compute_metrics = lambda given: {"best": 0.0}
-    with refused(said):
-        trainer.evaluate()
+def mean_of_log_probs(outputs, labels, num_items_in_batch=None):
+    return figures_of(outputs, labels)[0].mean()
 
 
 @pytest.mark.slow
-def test_a_mean_beside_the_head_of_sft_is_refused(tmp_path):
-    class FlexMeansSFT(FlexSeqMixin, SFTTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            return model(**inputs, fused_lm_head=True).log_probs.mean()
-
-    class FlexScalesSFT(FlexSeqMixin, SFTTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return 0.5 * super().compute_loss(*args, **kwargs)
-
-    ours = {"flexseq_args": FlexSeqArguments(**OPTIONS)}
-    with refused("FlexMeansSFT.compute_loss: two sequences"):
-        sft_trainer(FlexMeansSFT, tmp_path, 4, **ours).train()
-    figures = []
-    for cls in (FlexSeqSFTTrainer, FlexScalesSFT):
-        trainer = sft_trainer(cls, tmp_path, 4, settings={"max_steps": 1}, **ours)
-        trainer.train()
-        (log,) = (line for line in trainer.state.log_history if "loss" in line)
-        figures.append([log[name] for name in ("num_tokens", "entropy", "mean_token_accuracy")])
-    assert figures[0] == figures[1], "the trial leaves no trace in the figures"
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [
+        (ScalesSft, {}),
+        (ScalesSft, {"padding_free": True}),
+        (MeansOfSft, {}),
+        (PlainCallsOfSft, {}),
+        (SFTTrainer, {"compute_loss_func": mean_of_log_probs}),
+    ],
+)
+def test_losses_of_the_users_on_the_sft_trainer(tmp_path, base, settings):
+    runs = []
+    for flexseq in (None, {"max_tokens_per_rank": 64}):
+        model = tiny_llama()
+        if flexseq is None:
+            model.loss_function = mean_or_sum
+        trainer = sft_trainer(base, tmp_path, 4, flexseq=flexseq, model=model, **settings)
+        runs.append(trained(trainer))
+    assert weights_apart(*runs) < 2e-6
+    figures = ["loss", "grad_norm"]
+    if base is ScalesSft or "compute_loss_func" in settings:
+        figures += ["num_tokens", "entropy", "mean_token_accuracy"]
+    assert_logged_alike(*runs, figures, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_the_trial_is_made_once_and_leaves_random_numbers_alone(tmp_path):
+def test_a_loss_is_called_as_often_as_by_the_plain_trainer(tmp_path):
     calls = []
 
     class Counts(Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
-            calls.append(inputs["input_ids"].shape[1])
+            calls.append(tuple(inputs["input_ids"].shape))
             self.seen = getattr(self, "seen", 0) + 1
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    trainer = make(Counts, tmp_path, max_steps=2)
-    trainer.seen = 0
-    trainer.train()
-    tried = [4, 4, 5, 5, 5, 5, *[9] * 10]
-    assert sorted(calls[:16]) == tried, "two modes of the model"
-    assert trainer.seen == len(calls) - 16, "numbers on the trainer are those of the run"
-    trained = len(calls)
-    trainer.evaluate()
-    assert len(calls) - trained <= 4, "an evaluation does not try again"
+    by_trainer = []
+    for how in ("stock", "mixin"):
+        calls.clear()
+        trainer = make(Counts, tmp_path, how=how, max_steps=2)
+        trainer.train()
+        trainer.evaluate()
+        assert trainer.seen == len(calls)
+        by_trainer.append([*calls])
+    assert by_trainer[0] == by_trainer[1]
 
 
-@pytest.mark.slow
-def test_a_random_loss_cannot_be_tried_and_says_so(tmp_path, caplog):
-    random = changing_loss(lambda trainer, loss, inputs: loss * torch.rand(()))
-    make(random, tmp_path, max_steps=1).train()
-    assert sum("differs from call to call" in r.message for r in caplog.records) == 1
+def test_a_loss_that_is_set_after_the_trainer_was_made_is_refused(tmp_path):
+    trainer = make(Trainer, tmp_path)
+    trainer.compute_loss = lambda *args, **kwargs: 0.0
+    for run in (trainer.train, trainer.evaluate):
+        with refused("compute_loss of this FlexTrainer was set after"):
+            run()
 
 
 # ---- collators that look at a whole batch
@@ -406,10 +416,6 @@ def masks_labels(inputs):
     inputs["labels"][inputs["input_ids"] < 20] = -100
 
 
-def drops_shifted(inputs):
-    del inputs["shift_labels"]
-
-
 def replaces_tokens(inputs):
     inputs["input_ids"][:, 0] = 1
 
@@ -420,7 +426,7 @@ class BeforeTheStep(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-class WithoutContext(Trainer):
+class WithoutMask(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         ids, labels = inputs["input_ids"], inputs["labels"]
         return model(input_ids=ids, labels=labels, num_items_in_batch=num_items_in_batch).loss
@@ -447,7 +453,7 @@ class ChangesGradientsOfSamples(Focal):
         return loss
 
 
-LABELS = r"\.\w+ changes the labels of a micro-batch.*collator"
+OTHERS = r" computes a loss from tokens or labels that are not those of its batch"
 GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
 
 
@@ -455,15 +461,14 @@ GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
 @pytest.mark.parametrize(
     ("base", "said"),
     [
-        (editing(masks_labels), f"Edits{LABELS}"),
-        (editing(drops_shifted), f"Edits{LABELS}"),
-        (changing_inputs(labels_masked), f"ChangesInputs{LABELS}"),
-        (BeforeTheStep, f"BeforeTheStep{LABELS}"),
-        (WithoutContext, r"WithoutContext\.compute_loss calls the model without .* seq_ctx"),
-        (ReadsLogits, r"outputs\.logits of a call with labels"),
+        (editing(masks_labels), f"Edits{OTHERS}"),
+        (editing(replaces_tokens), f"Edits{OTHERS}"),
+        (editing(replaces_tokens, Focal), f"FlexEdits{OTHERS}"),
+        (BeforeTheStep, f"BeforeTheStep{OTHERS}"),
+        (WithoutMask, f"WithoutMask{OTHERS}"),
+        (ReadsLogits, r"outputs\.logits.*flexseq_figures"),
         (ChangesGradients, f"ChangesGradients{GRADIENTS}"),
         (ChangesGradientsOfSamples, f"ChangesGradientsOfSamples{GRADIENTS}"),
-        (editing(replaces_tokens, Focal), "FlexEdits computes a loss from tokens .* not those of"),
     ],
 )
 def test_changed_labels_gradients_and_calls_are_refused(tmp_path, base, said):
@@ -494,6 +499,18 @@ def rolled(module, args, output):
     return output + 0.1 * output.roll(1, dims=1)
 
 
+def masks_all(module, args, kwargs):
+    return args, {**kwargs, "shift_labels": torch.full_like(kwargs["input_ids"], -100)}
+
+
+@pytest.mark.slow
+def test_a_hook_on_the_model_leaves_the_labels_of_a_micro_batch(tmp_path):
+    model = tiny_llama()
+    model.register_forward_pre_hook(masks_all, with_kwargs=True)
+    said = "FlexTrainer or a hook changes the labels of a micro-batch.*data_collator"
+    refuses_to_train(Trainer, tmp_path, said, model=model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [Trainer, Focal])
 def test_modules_and_hooks_that_mix_tokens_of_a_row_are_refused(tmp_path, base):
@@ -503,6 +520,21 @@ def test_modules_and_hooks_that_mix_tokens_of_a_row_are_refused(tmp_path, base):
     model.model.embed_tokens.register_forward_hook(rolled)
     said = r"rolled on model\.embed_tokens: two sequences"
     refuses_to_train(base, tmp_path, said, model=model)
+
+
+def doubles_the_loss(module, args, outputs):
+    outputs.loss = 2 * outputs.loss if outputs.loss is not None else None
+    return outputs
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_models_own_is_none_that_a_compute_loss_gets(tmp_path):
+    model = tiny_llama()
+    model.register_forward_hook(doubles_the_loss)
+    said = (
+        r"doubles_the_loss on the model: two sequences have the loss .* by the log-probabilities"
+    )
+    refuses_to_train(Scales, tmp_path, said, model=model)
 
 
 def test_a_hook_on_the_head_keeps_the_models_own_loss():
@@ -569,5 +601,3 @@ def test_code_is_told_apart_by_its_package():
     model = tiny_llama()
     assert not list(users_modules(model))
     assert not list(users_forward_hooks(model))
-    trainer = object.__new__(Scales)
-    assert library_method(trainer, "compute_loss").__func__ is Trainer.compute_loss

@@ -1,7 +1,4 @@
-"""Trainers with hf_flexseq and without, on the same data, and how far apart their runs are.
-
-`scripts/benchmarks/objectives.py` uses this, too.
-"""
+"""Trainers with hf_flexseq and without, on the same data, and how far apart their runs are."""
 
 import inspect
 import math

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.hf.probe import lively_copy
+from hf_flexseq.hf.model.probe import lively_copy
 from tests.hf.test_exactness import whole
 from tests.hf.tiny import RandomPlanEngine, relative_errors, taken_gradients
 from tests.hf.vision import called_with, keep_all_float64, tiny_vision_model, vision_examples

@@ -2,8 +2,8 @@
 
     pip install "fla-core>=0.6" "liger-kernel>=0.8" && pytest -m kernels -k compile
 
-Bytes that they spill are theirs, and a table of docs/gpus.md. A wrong result of the compiler, as
-Triton 3.4 to 3.7.0 had it for Hopper, shows on a GPU alone.
+Bytes that they spill are theirs; `compile_others.py --table` prints them. A wrong result of the
+compiler, as Triton 3.4 to 3.7.0 had it for Hopper, shows on a GPU alone.
 """
 
 import importlib.util

@@ -13,7 +13,7 @@ import torch
 
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.pipeline.executor import PipelineExecutor, _ChunkRun
 from hf_flexseq.pipeline.reduction import reduce_gradients

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.carry import WrongOrder

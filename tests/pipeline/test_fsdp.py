@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attention import NAME
+from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.executor import PipelineExecutor

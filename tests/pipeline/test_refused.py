@@ -31,7 +31,7 @@ WITHOUT = {"pipeline_parallel_size": 1, "pipeline_schedule": "seq1f1b"}
 @pytest.mark.parametrize(
     ("error", "options", "reason"),
     [
-        (NotImplementedError, {"cls": OwnLoss}, "compute_loss of OwnLoss with pipeline_parallel"),
+        (NotImplementedError, {"cls": OwnLoss}, "OwnLoss.compute_loss with pipeline_parallel"),
         (NotImplementedError, {"planner": "zeppelin"}, "planner='zeppelin' with pipeline_paralle"),
         (NotImplementedError, {"strategy": "zigzag"}, "strategy='zigzag' with .*: chunks attend"),
         (NotImplementedError, {"sync": "lockstep"}, "sync='lockstep' with pipeline_parallel_size"),

@@ -14,7 +14,8 @@ from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqConfig, FlexSeq
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.cli import main
-from hf_flexseq.hf.trainer import OVERRIDDEN, FlexSeqMixin
+from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS
+from hf_flexseq.hf.trainer.trainer import OVERRIDDEN, FlexSeqMixin
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
 from hf_flexseq.pipeline.planning.walk import check, makespan_ns
@@ -313,9 +314,10 @@ def test_all_that_is_overridden_is_listed_and_there():
 
 
 def test_all_that_a_pipeline_overrides_is_refused_of_the_user():
-    """Except `save_model`, which calls the user's own as well."""
+    """Except `save_model`, which calls the user's own as well; methods of the loss are refused as
+    a loss of the user's own."""
     ours = {name for name in vars(PipelineMixin) if hasattr(Trainer, name) and name[:2] != "__"}
-    assert ours - set(REPLACED) == {"save_model"}
+    assert ours - {*REPLACED, *METHODS_OF_LOSS} == {"save_model"}
     assert all(callable(getattr(Trainer, name)) for name in REPLACED)
 
 

@@ -1,5 +1,7 @@
 """Whether the graph of a tower is kept: memory decides, and the plan's seconds."""
 
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
-from hf_flexseq.plan.images import IMAGE, ImageSize
+from hf_flexseq.plan.images import IMAGE, ImageSize, frames_of_parts, place_images
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.images import plan_images
@@ -96,3 +98,43 @@ def test_choices_for_activations_may_make_room_for_a_graph():
     without = replace(cost, activations=None)
     assert not planned_so(patches, lengths, cost=without, tower=slow).keeps_graph
     assert planned_so(patches, lengths, cost=cost, tower=slow).keeps_graph
+
+
+# ---- drawn steps
+
+
+def long_tailed_images(rng):
+    """Patches of each image of a sequence, as (frames, patches of a frame): a tenth has none."""
+    count = 0 if rng.random() < 0.1 else min(20, int(rng.paretovariate(1.3)))
+    return [(1, int(min(max(rng.lognormvariate(7.09, 1.0), 256), 16384))) for _ in range(count)]
+
+
+def divided_video(rng):
+    """The parts of a video, (frames, patches of a frame); a tenth of the sequences has none."""
+    if rng.random() < 0.1:
+        return []
+    patches = int(min(max(rng.lognormvariate(6.4, 0.5), 128), 1536))
+    frames = min(max(2, round(rng.lognormvariate(2.8, 1.2))), 98_304 // patches)
+    return [(count, patches) for count in frames_of_parts(frames, patches)]
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(("drawn", "per_rank"), [(long_tailed_images, 8), (divided_video, 2)])
+def test_images_and_parts_of_videos_are_spread_evenly(drawn, per_rank, ranks):
+    planned, as_drawn = [], []
+    for seed in range(20):
+        rng = random.Random(seed)
+        costs, own = [], [0] * ranks
+        for sequence in range(ranks * per_rank):
+            for frames, patches in drawn(rng):
+                image = images_of(patches, 1)[0]
+                cost = frames * TOWER.image_ns(image)
+                costs.append(cost)
+                own[sequence % ranks] += cost
+        placement = place_images(costs, ranks)
+        mean = sum(costs) / ranks
+        # an image is not divided: no placement is below the largest one over the mean
+        assert placement.imbalance < 1.05 * max(1.0, max(costs) / mean)
+        planned.append(placement.imbalance)
+        as_drawn.append(max(own) / mean)
+    assert statistics.median(planned) < 1.02 < 2 < statistics.median(as_drawn)

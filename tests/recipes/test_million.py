@@ -51,12 +51,12 @@ def test_one_sequence_of_a_million_tokens_has_a_plan_that_computes_no_attention_
         make_plan([MILLION], NODE, plain)
 
 
-def test_a_trained_model_takes_the_rope_that_is_asked_for(tmp_path):
+def test_a_trained_model_takes_the_rope_that_is_asked_for(tmp_path, tokenizer):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "vocab_size": 32}
+    sizes |= {"num_attention_heads": 2, "vocab_size": len(tokenizer)}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
     args, _, _ = parsed(tmp_path, "--model_name_or_path", str(tmp_path / "model"))
-    model = load_base(args, tokenizer=None)
+    model = load_base(args, tokenizer)
     asked = yaml.safe_load(RECIPE.read_text())["config_overrides"]
     assert model.config.rope_parameters == asked["rope_parameters"]
     assert model.config.max_position_embeddings == MILLION

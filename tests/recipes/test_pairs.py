@@ -1,6 +1,4 @@
-"""Pairs of answers: those that are made, and what becomes of long ones."""
-
-import random
+"""Pairs of answers, and what becomes of long ones."""
 
 import pytest
 from datasets import Dataset
@@ -8,56 +6,12 @@ from datasets import Dataset
 from arguments import PreferenceArguments
 from bpe import train_bpe
 from corpus import load_documents
-from pairs import measure, misindented, pairs_of, stdlib_pairs, texts_of, to_pairs, tokens_of
+from pairs import measure, texts_of, to_pairs, tokens_of
 
-FUNCTION = "def f{}(x):\n    if x:\n        return {}\n    return x\n\n"
-SOURCE = "".join(FUNCTION.format(i, i) for i in range(90))
 CHAT = (
     "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>{% endif %}"
 )
-
-
-def made(text=SOURCE, seed=0):
-    return list(pairs_of(text, random.Random(seed)))
-
-
-def lines_of(text):
-    """The indentations of a text, sorted, and its lines without them."""
-    lines = [line for line in text.split("\n") if line.strip()]
-    indents = sorted(line[: len(line) - len(line.lstrip())] for line in lines)
-    return indents, [line.strip() for line in lines]
-
-
-def test_a_chosen_answer_goes_on_as_the_text_and_a_rejected_one_has_other_indentations(tokenizer):
-    pairs = made()
-    assert len(pairs) > 5
-    for pair in pairs:
-        prompt, chosen, rejected = (pair[name] for name in ("prompt", "chosen", "rejected"))
-        gaps = ("", "\n")  # an empty line between them is in neither
-        assert any(prompt + gap + chosen in SOURCE for gap in gaps)
-        assert rejected != chosen
-        assert len(rejected) == len(chosen)
-        assert lines_of(rejected) == lines_of(chosen)
-        alone = tokenizer(prompt).input_ids
-        for answer in (chosen, rejected):  # a prompt ends at a border of tokens
-            assert tokenizer(prompt + answer).input_ids[: len(alone)] == alone
-    counts = sorted(pair["chosen"].count("\n") for pair in made(SOURCE * 20))
-    assert counts[len(counts) // 2] < 12
-    assert counts[-1] > 60, "lengths have a long tail"
-
-
-def test_pairs_depend_on_nothing_but_text_and_seed(tmp_path):
-    assert made() == made() != made(seed=1)
-    (tmp_path / "a.py").write_text(SOURCE)
-    alone = list(stdlib_pairs(str(tmp_path), "3.x"))
-    (tmp_path / "0.py").write_text(SOURCE)
-    assert [row for row in stdlib_pairs(str(tmp_path), "3.x") if row["path"] == "a.py"] == alone
-
-
-def test_text_without_indentation_makes_no_pairs():
-    assert made("import os\nimport sys\n" * 30) == []
-    assert misindented("\na\n  b\n", random.Random(0)).count("  ") == 1
 
 
 def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path):

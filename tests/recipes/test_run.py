@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 import dpo
 import grpo
@@ -62,7 +62,7 @@ def test_a_tokenizer_is_trained_as_it_was_asked_for(tmp_path):
     texts = ["ab\n", "ba"]
     assert len(chosen(texts, tokenizer_vocab_size=258)) == 258
     assert len(chosen(texts, new_tokenizer="characters")) == 6
-    with pytest.raises(ValueError, match="name a tokenizer_name_or_path for python-stdlib"):
+    with pytest.raises(ValueError, match="name a tokenizer_name_or_path for python-topics"):
         chosen(None)
 
 
@@ -110,12 +110,19 @@ def test_segments_expand_on_a_gpu_unless_the_environment_says_otherwise(monkeypa
     assert "expandable_segments:True" in capsys.readouterr().out
 
 
-# ---- references
+# ---- models
 
 TINY = {
     **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24},
     **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
 }
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tmp_path, tokenizer):
+    LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=200)).save_pretrained(tmp_path)
+    args = ModelArguments(model_name_or_path=str(tmp_path))
+    with pytest.raises(ValueError, match="has 288 tokens, and .* embeds 200: name the tokenizer"):
+        load_base(args, tokenizer)
 
 
 def test_the_reference_of_a_new_model_has_the_same_weights(tokenizer):

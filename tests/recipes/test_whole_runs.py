@@ -8,7 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_flexseq.cli import main
 from tests.programs import ROOT, run_program_on_ranks
@@ -16,12 +22,16 @@ from tests.programs import ROOT, run_program_on_ranks
 pytestmark = pytest.mark.processes
 STEPS = 2
 LOADED = "held-out loss: 5."
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
 
 
 def words_of_run(config, folder, *more, **options):
     """The options of a run of two steps that writes to folder / "out"."""
     options = {
-        "config": f"recipes/quickstart/{config}.yaml",
+        "config": f"recipes/{config}.yaml",
         "output_dir": folder / "out",
         "tokenizer_vocab_size": 300,
         "tokenizer_cache": folder / "bpe",
@@ -69,7 +79,7 @@ def launch(folder, words, recipe="sft"):
     "launched", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
 )
 def test_supervised(tmp_path, corpus, launched):
-    words = words_of_run("small_llama", tmp_path, **corpus, max_tokens_per_rank=200)
+    words = words_of_run("quickstart/small_llama", tmp_path, **corpus, max_tokens_per_rank=200)
     printed = launch(tmp_path, words) if launched else run("sft", tmp_path, words)[0]
     assert LOADED in printed
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -77,7 +87,7 @@ def test_supervised(tmp_path, corpus, launched):
 
 
 def test_supervised_in_two_stages(tmp_path, corpus, capsys):
-    words = words_of_run("pipeline", tmp_path, **corpus, max_tokens_per_rank=100)
+    words = words_of_run("quickstart/pipeline", tmp_path, **corpus, max_tokens_per_rank=100)
     printed, _ = run("sft", tmp_path, words)
     assert LOADED in printed
     assert printed.count("chunk(s) through 2 stages, predicted") == STEPS
@@ -92,7 +102,7 @@ def test_supervised_in_two_stages(tmp_path, corpus, capsys):
 
 
 def test_supervised_with_experts_on_both_ranks(tmp_path, corpus):
-    words = words_of_run("experts", tmp_path, **corpus, max_tokens_per_rank=200)
+    words = words_of_run("quickstart/experts", tmp_path, **corpus, max_tokens_per_rank=200)
     printed, _ = run("sft", tmp_path, words)
     assert LOADED in printed
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -100,14 +110,18 @@ def test_supervised_with_experts_on_both_ranks(tmp_path, corpus):
     assert model.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 8
 
 
-def test_preferences(tmp_path):
+def test_preferences(tmp_path, tokenizer):
+    config = LlamaConfig(**SIZES, vocab_size=300, max_position_embeddings=128)
+    for saved in (tokenizer, LlamaForCausalLM(config)):
+        saved.save_pretrained(tmp_path / "model")
     pairs = tmp_path / "pairs.jsonl"
     with pairs.open("w") as file:
         for i in range(32):
             row = {"prompt": f"say {i}: ", "chosen": f"{i} " * (2 + 30 * (i % 8 == 0))}
             file.write(json.dumps(row | {"rejected": "no " * (1 + i % 5)}) + "\n")
-    options = {"dataset": pairs, "max_length": 128, "max_tokens_per_rank": 100}
-    words = words_of_run("dpo", tmp_path, **options, per_device_eval_batch_size=2)
+    options = {"model_name_or_path": tmp_path / "model", "dataset": pairs}
+    options |= {"max_length": 128, "max_tokens_per_rank": 100}
+    words = words_of_run("smollm2-135m/dpo", tmp_path, **options)
     printed, logs = run("dpo", tmp_path, words)
     assert re.search(r"held out:      loss \d\.\d\d, \d+% of the pairs in their order", printed)
     assert sum("rewards/accuracies" in entry for entry in logs) == STEPS
@@ -123,7 +137,9 @@ def test_rewards_of_ones_own(tmp_path):
     sizes |= {"num_generations": 4, "max_completion_length": 4}
     batches = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
     own = ("--reward_functions", "counts_on", f"{rewards}:long")
-    printed, logs = run("grpo", tmp_path, words_of_run("grpo", tmp_path, *own, **sizes, **batches))
+    printed, logs = run(
+        "grpo", tmp_path, words_of_run("quickstart/grpo", tmp_path, *own, **sizes, **batches)
+    )
     assert re.search(r"held out:      \d\.\d\d -> \d\.\d\d", printed)
     steps = [entry for entry in logs if "reward" in entry]
     assert len(steps) == STEPS

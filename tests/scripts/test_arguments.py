@@ -1,4 +1,4 @@
-"""docs/arguments.md has every option of transformers and TRL, and says what is true of them."""
+"""docs/options.md has every option of transformers and TRL, with its true effect."""
 
 import re
 import runpy
@@ -17,17 +17,29 @@ from hf_flexseq import FlexSeqArguments
 from hf_flexseq.base.refusals import refuse
 from hf_flexseq.hf.refusals import trainer as refusals
 from hf_flexseq.hf.refusals.accelerator import ACCELERATOR, Setup
+from hf_flexseq.hf.refusals.predictions import PREDICTIONS, Predicting
 from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, TRAINER, TrainerOfModel
 from tests.hf.test_checks import OwnLoss, fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.tiny import tiny_llama
 from tests.versions import since
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = runpy.run_path(str(ROOT / "scripts/arguments_page.py"))
-OF_TRAINING = {name: row for rows in SCRIPT["TRAINING"].values() for name, row in rows.items()}
+RENDER = runpy.run_path(str(ROOT / "scripts/pages/render.py"))
+
+
+def by_option(rows):
+    """The row of each option."""
+    named = [(name, row) for row in rows for name in row["names"].split()]
+    assert len(dict(named)) == len(named), "an option has one row"
+    return dict(named)
+
+
+GROUPS, *OF_TRL = RENDER["data"]("arguments.yaml").items()
+OF_TRAINING = by_option(row for rows in GROUPS[1].values() for row in rows)
+OF_TRL = {config: by_option(rows) for config, rows in OF_TRL}
 ROWS = [
     (config, name, row)
-    for config, rows in {"TrainingArguments": OF_TRAINING, **SCRIPT["OF_TRL"]}.items()
+    for config, rows in {"TrainingArguments": OF_TRAINING, **OF_TRL}.items()
     for name, row in rows.items()
 ]
 
@@ -40,31 +52,34 @@ def names_of(config):
 @since("trl", "1.16", "options of the page")
 def test_every_option_is_on_the_page_and_no_other():
     versions = (transformers.__version__, trl.__version__)
-    is_of_page = all(f"{v.rpartition('.')[0]})" in SCRIPT["INTRODUCTION"] for v in versions)
-    listed = [name for rows in SCRIPT["TRAINING"].values() for name in rows]
-    assert len(listed) == len(set(listed))
-    of_classes = {TrainingArguments: set(listed)}
+    page = (ROOT / "docs/options.md").read_text(encoding="utf-8")
+    is_of_page = all(f"{v.rpartition('.')[0]})" in page for v in versions)
+    listed = set(OF_TRAINING)
+    of_classes = {TrainingArguments: listed}
     for config in (SFTConfig, DPOConfig, GRPOConfig):
-        of_classes[config] = set(SCRIPT["OF_TRL"][config.__name__]) | set(listed)
+        of_classes[config] = set(OF_TRL[config.__name__]) | listed
     for config, on_page in of_classes.items():
-        assert names_of(config) <= on_page, "give it a row in scripts/arguments_page.py"
+        assert names_of(config) <= on_page, "give it a row in scripts/pages/arguments.yaml"
         if is_of_page:
             assert on_page == names_of(config) | names_of(TrainingArguments)
 
 
 def test_a_file_that_is_named_as_proof_has_the_option():
     for config, name, row in ROWS:
-        if row.shown:
-            text = (ROOT / row.shown).read_text(encoding="utf-8")
-            assert re.search(rf"\b{name}\b", text), f"{row.shown} has no {name} of {config}"
+        if shown := row.get("shown"):
+            text = (ROOT / RENDER["SHOWN"].get(shown, shown)).read_text(encoding="utf-8")
+            assert re.search(rf"\b{name}\b", text), f"{shown} has no {name} of {config}"
+
+
+VERDICTS = ("works", "differs", "partly refused", "refused", "no effect", "untested")
 
 
 def test_verdicts_are_explained():
     for config, name, row in ROWS:
-        is_explained = bool(row.note or row.refusals)
-        assert is_explained or row.verdict == SCRIPT["WORKS"], (config, name)
-        is_refused = row.verdict in (SCRIPT["REFUSED"], SCRIPT["PARTLY"])
-        assert bool(row.refusals) == is_refused, (config, name)
+        verdict = row.get("verdict", "works")
+        assert verdict in VERDICTS, (config, name)
+        assert "note" in row or "refusals" in row or verdict == "works", (config, name)
+        assert ("refusals" in row) == ("refused" in verdict), (config, name)
 
 
 # ---- refusals, each by a setting that meets it
@@ -83,11 +98,6 @@ SETTINGS = {  # by Refusal.setting: what a FlexSeqConfig has
     "split_batches=True": {"accelerator_config": {"split_batches": True}},
     "ddp_timeout of 0 and less": {"ddp_timeout": 0},
     "ddp_static_graph=True": {"ddp_static_graph": True},
-    "include_for_metrics=['loss'] with a loss of your own": {
-        "cls": OwnLoss,
-        "include_for_metrics": ["loss"],
-        "trainer": {"compute_metrics": lambda prediction: {}},
-    },
 }
 
 
@@ -123,6 +133,14 @@ def with_own_loss():
     return TrainerOfModel(fake(label_smoothing_factor=0.1), model)
 
 
+def predicting_with_own_loss(**args):
+    model = tiny_llama()
+    model.loss_function = lambda **given: None
+    trainer = SimpleNamespace(**vars(fake(**args)) | {"model": model})
+    trainer.accelerator = SimpleNamespace(even_batches=True)
+    return Predicting(trainer, model, 1)
+
+
 def loaders(**settings):
     usual = {"dispatch_batches": None, "split_batches": False, "use_stateful_dataloader": False}
     accelerator = SimpleNamespace(
@@ -139,6 +157,10 @@ def loaders(**settings):
 
 
 CASES = {  # by Refusal.setting: the table, and a case in it
+    "include_for_metrics=['loss'] with a model's own loss_function or router loss": lambda: (
+        PREDICTIONS,
+        predicting_with_own_loss(include_for_metrics=["loss"]),
+    ),
     "enable_jit_checkpoint=True on several ranks": lambda: (
         TRAINER,
         fake(enable_jit_checkpoint=True, world_size=2),
@@ -151,7 +173,7 @@ CASES = {  # by Refusal.setting: the table, and a case in it
             activation_checkpointing_kwargs={"offload": True, "use_reentrant": False},
         ),
     ),
-    "activation_offloading=True with an objective on samples": lambda: (
+    "activation_offloading=True with an objective or a loss of your own": lambda: (
         ON_SAMPLES,
         fake(activation_offloading=True),
     ),
@@ -182,7 +204,7 @@ CASES = {  # by Refusal.setting: the table, and a case in it
 
 
 def met(row):
-    return [(one.setting, one) for one in SCRIPT["refusals_of"](row)]
+    return [(one.setting, one) for one in RENDER["refusals_of"](row)]
 
 
 REFUSALS = dict(pair for *_, row in ROWS for pair in met(row))

@@ -1,10 +1,10 @@
-"""The documentation: what it names exists, what it quotes is printed, and what is written from the
-code is what the code says."""
+"""The documentation: files, pages and errors that it names exist; its tables are the code's."""
 
 import ast
 import inspect
 import re
 import runpy
+from dataclasses import fields
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import hf_flexseq
+from hf_flexseq import FlexSeqArguments
+from hf_flexseq.hf.refusals.overrides import RULES
 from tests.hf.tiny import documents, tiny_llama
 from tests.programs import ROOT
 from tests.scripts.docs_blocks import FENCE
@@ -57,7 +59,8 @@ def test_every_public_name_is_on_the_page_of_the_api():
 def test_every_part_of_the_gpu_check_has_its_row(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     parts = runpy.run_path(str(ROOT / "scripts/gpu_check.py"))["PARTS"]
-    assert re.findall(r"^\| `(\w+)` \|", page("docs/gpus.md"), re.MULTILINE) == list(parts)
+    section = page("docs/limits.md").split("\n## GPUs\n")[1]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(parts)
 
 
 def test_every_claim_of_the_readme_is_a_line_with_a_link():
@@ -76,30 +79,50 @@ def test_the_first_snippet_trains_on_any_machine(tmp_path, monkeypatch):
     assert names["trainer"].state.global_step == 3
 
 
-# ---- pages that are written by scripts
+# ---- tables and redirects that are made when the site is built
+
+RENDER = runpy.run_path(str(ROOT / "scripts/pages/render.py"))
 
 
-def of_script(name):
-    return runpy.run_path(str(ROOT / f"scripts/{name}_page.py"))
+def test_every_table_stands_on_one_page_and_names_its_rows():
+    marked = [name for path in PAGES for name in RENDER["MARK"].findall(path.read_text())]
+    assert sorted(marked) == sorted(RENDER["TABLES"])
+    made = RENDER["on_page_markdown"](page("docs/options.md"))
+    assert "<!-- table" not in made
+    for option in fields(FlexSeqArguments):
+        assert f"`{option.name}` |" in made
+    refused = RENDER["TABLES"]["refusals"]()
+    assert all(rule.instead in refused for rules in RENDER["REFUSALS"].values() for rule in rules)
+    overridden = RENDER["TABLES"]["overrides"]()
+    assert all(f"`{name}`" in overridden for rule in RULES for name in rule.names)
+    with pytest.raises(KeyError, match="option"):
+        RENDER["on_page_markdown"]("<!-- table: option -->")
 
 
-@pytest.mark.parametrize("name", ["arguments", "options", "overrides", "refusals"])
-def test_the_page_is_what_the_code_says(name):
-    script, written = of_script(name), page(f"docs/{name}.md")
-    made = script["with_options"](written) if name == "options" else script["page_text"]()
-    assert made == written, f"run python scripts/{name}_page.py"
-
-
-def test_every_place_where_a_user_can_put_code_is_on_the_page_of_overrides():
-    script, written = of_script("overrides"), page("docs/overrides.md")
+def test_every_place_where_a_user_can_put_code_is_in_the_tables():
+    places = RENDER["data"]("places.yaml")
     arguments = set(inspect.signature(Trainer.__init__).parameters)
-    assert set(script["ARGUMENTS"]) == arguments - {"self", "model", "args"}
-    names = {*dir(nn.Module), *dir(torch.Tensor)}
-    assert set(script["HOOKS"]) == {name for name in names if name.startswith("register_")}
-    assert set(script["EVENTS"]) == {name for name in dir(TrainerCallback) if name[:3] == "on_"}
-    for name in vars(Trainer):
-        if callable(getattr(Trainer, name)) and not name.startswith("__"):
-            assert f"`{name}`" in written, name
+    assert set(places["Arguments of the constructor"]) == arguments - {"self", "model", "args"}
+    hooks = {name for name in {*dir(nn.Module), *dir(torch.Tensor)} if name[:9] == "register_"}
+    assert set(places["Hooks on modules and parameters"]) == hooks
+    events = {name for name in dir(TrainerCallback) if name[:3] == "on_"}
+    assert set(places["Events of a callback"]) == events
+
+
+def test_a_page_that_went_redirects_to_a_place_that_exists(tmp_path):
+    for old, target in RENDER["data"]("moved.yaml").items():
+        assert not (ROOT / "docs" / f"{old}.md").exists()
+        folder, _, anchor = target.partition("#")
+        assert (ROOT / "docs" / f"{folder.rstrip('/')}.md").exists()
+        (tmp_path / folder).mkdir(exist_ok=True)
+        with open(tmp_path / folder / "index.html", "a") as file:
+            file.write(f'<h2 id="{anchor}">')
+    RENDER["on_post_build"]({"site_dir": str(tmp_path)})
+    redirect = (tmp_path / "objectives/dpo/index.html").read_text()
+    assert 'url=../../objectives/#dpo"' in redirect
+    (tmp_path / "limits/index.html").write_text("")
+    with pytest.raises(ValueError, match="limits/ has no"):
+        RENDER["on_post_build"]({"site_dir": str(tmp_path)})
 
 
 # ---- errors that docs/troubleshooting.md quotes

@@ -102,7 +102,8 @@ def test_cheap_tests_come_first_and_a_function_kills_once(mutants):
     assert runner.next_tests(found | {"seconds": 15.0}, order) == order[:3]
     one = found | {"killers": ["a[2]"], "run": ["test_rings.py::d", "a[2]"]}
     assert runner.next_tests(one, order) == ["b", "c"]
-    assert runner.next_tests(one | {"killers": ["a[2]", "b" + mutants.LATE]}, order) == []
+    assert runner.next_tests(one | {"killers": ["a[2]", "b" + mutants.LATE]}, order) == ["c"]
+    assert runner.next_tests(found | {"seconds": 41.0}, order) == []
     options.known = {fault.key: ["c"]}
     assert runner.order(0)[0] == "c"
     for killers, run, state in (

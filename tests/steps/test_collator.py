@@ -10,6 +10,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.collator import PaddedCollator
 
 THREE = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
@@ -125,8 +126,26 @@ def test_takes_a_packed_example_apart_where_its_positions_begin_again():
     batch = DataCollatorForFlexSeq()([packed, with_images])
     assert batch["lengths"] == [3, 2, 1, 6]
     assert batch["images"] == [{}, {}, {}, {"pixel_values": pixels}]
-    with pytest.raises(ValueError, match="position_ids of example 0 begin again: it is packed"):
-        PaddedCollator(DataCollatorForFlexSeq())([packed])
+
+
+def test_a_padded_batch_keeps_the_sequences_of_packed_examples():
+    packed = {"input_ids": [1, 2, 3, 4, 5, 6], "labels": [1, 2, 3, 4, 5, 6]}
+    numbered = packed | {"cu_seq_lens_q": [0, 3, 5, 6]}
+    batch = PaddedCollator(DataCollatorForFlexSeq())([numbered, THREE])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 0, 0, 0]]
+    assert batch["labels"][0].tolist() == [-100, 2, 3, -100, 5, -100]
+    call = ModelCall.read({**batch, "cu_seq_lens_q": None}, of_tokens=True)
+    assert call.lengths == [3, 2, 1, 3]
+    assert call.in_row(call.targets)[:6].tolist() == [2, 3, -100, 5, -100, -100]
+    fixed = torch.tensor([[3, 4, 5, 0, 2, 4], [7, 8, 9, 0, 0, 0]])
+    call = ModelCall.read({**batch, "position_ids": fixed}, of_tokens=True)
+    assert call.lengths == [3, 3, 3]
+    assert call.positions_in_row().tolist() == [3, 4, 5, 0, 2, 4, 7, 8, 9]
+    for wrong in (torch.tensor([[0, 1, 2, 1, 2, 3], [0, 1, 2, 0, 0, 0]]), torch.zeros(3, 2, 6)):
+        with pytest.raises(ValueError, match="neither rise nor begin at 0 again"):
+            ModelCall.read({**batch, "position_ids": wrong}, of_tokens=True)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q and without position_ids"):
+        ModelCall.read({**packed, "cu_seq_lens_q": [0, 3, 6]}, of_tokens=True)
 
 
 def test_a_padded_batch_has_the_images_of_all_examples():

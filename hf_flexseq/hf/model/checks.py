@@ -123,8 +123,9 @@ def check_kind(model: PreTrainedModel) -> None:
     """Raise NotImplementedError for a model of a kind that no other check is made for, ValueError
     for layers that its configuration does not describe."""
     name = unsharded_class(model).__name__
+    config = model.config.get_text_config()
     try:
-        model.config.get_text_config().validate_layer_type()
+        type(config).validate_layer_type(config)  # that of Nemotron-H is a static method
     except ValueError as error:
         raise ValueError(
             f"{name}: {error}: where layers were removed or added, set both in model.config to "

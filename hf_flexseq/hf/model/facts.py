@@ -110,7 +110,7 @@ class ModelFacts:
     dtype: torch.dtype
     """Dtype of the parameters."""
     autocast: torch.dtype | None
-    """Dtype of the arithmetic, if another one than that of the parameters."""
+    """Dtype of the arithmetic, if it is not the parameters' dtype."""
     checkpointing: bool
     """True if layers are recomputed in the backward."""
     save_attention_output: bool = True
@@ -263,7 +263,7 @@ def _recurrent(layers: Sequence[Layer]) -> tuple[tuple[int, RecurrentShape], ...
 def _head_shapes(
     kinds: Sequence[LayerKind], largest: AttentionShape
 ) -> tuple[tuple[Reach, HeadShape], ...]:
-    """Return the largest heads of the layers of each reach; () if all have those of the model."""
+    """Return the largest heads of the layers of each reach; () if all have the model's."""
     shapes: dict[Reach, HeadShape] = {}
     for kind in kinds:
         before = shapes.get(kind.reach, HeadShape(0, 0, 0))

@@ -282,7 +282,7 @@ def _of_layer(config: PreTrainedConfig, layer: int, option: str | None = None) -
 
 def _keys_of(config: PreTrainedConfig, types: Sequence[str]) -> list[int]:
     """Return the layer whose keys and values each layer reads: a stored one of its type, or its
-    own."""
+    own. Raises UnknownLayers for a layer that reads those of another model, as of an assistant."""
     modes = getattr(config, "kv_sharing_modes", None)
     own = list(range(len(types)))
     if modes is None:
@@ -292,5 +292,7 @@ def _keys_of(config: PreTrainedConfig, types: Sequence[str]) -> list[int]:
     for layer, kind, mode in zip(own, types, modes, strict=True):
         if mode == "store":
             stored[kind] = layer
+        if mode == "reuse" and kind not in stored:
+            raise UnknownLayers(f"its layer {layer} reads keys of {kind} that no layer stores")
         sources.append(stored[kind] if mode == "reuse" else layer)
     return sources

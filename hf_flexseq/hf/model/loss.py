@@ -37,6 +37,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,8 +126,11 @@ class _Call:
 class Figures:
     """Figures of the head in one call of the model."""
 
-    value: torch.Tensor | None = None
-    """[B * S, 2] log-probabilities and entropies, detached, as the head has computed them."""
+    def __init__(self, *, with_means: bool) -> None:
+        self.with_means = with_means
+        self.value: torch.Tensor | None = None
+        """[B * S, 2 or 3] log-probabilities, entropies and means, detached, as the head has
+        computed them."""
 
 
 class LogitsNotKept(NotImplementedError, AttributeError):
@@ -143,7 +147,7 @@ class NoLogits:
         raise LogitsNotKept(
             "outputs.logits of a call with labels: the loss is computed in chunks, and the logits "
             "of all tokens are not kept; read outputs.loss, or outputs.log_probs and "
-            "outputs.entropy in a class that sets flexseq_loss_on_whole_samples = True"
+            "outputs.entropy in a compute_loss of your own"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -220,11 +224,12 @@ class ChunkedLoss:
             self._enabled = before
 
     @contextmanager
-    def giving_figures(self) -> Iterator[Figures]:
+    def giving_figures(self, *, with_means: bool = False) -> Iterator[Figures]:
         """Let a call with labels [B, S] return the log-probabilities of its targets and the
-        entropies [B, S, 2] instead of logits, and an unused loss. They bring the gradients; the
-        yielded values are those before any cast of FSDP2's."""
-        self._figures = Figures()
+        entropies [B, S, 2] instead of logits, and an unused loss; with `with_means` also the means
+        of all log-probabilities, [B, S, 3]. They bring the gradients; the yielded values are those
+        before any cast of FSDP2's."""
+        self._figures = Figures(with_means=with_means)
         try:
             yield self._figures
         finally:
@@ -284,10 +289,11 @@ class ChunkedLoss:
         if self._read is not None:
             self._show_logits(rows, self._read)
         if self._figures is not None:
-            found = torch.stack(self._with_head(token_outputs, rows, targets), dim=1)
-            self._figures.value = found.detach()  # [B * S, 2]
+            compute = partial(token_outputs, with_means=self._figures.with_means)
+            found = torch.stack(self._with_head(compute, rows, targets), dim=1)
+            self._figures.value = found.detach()  # [B * S, 2 or 3]
             call.loss = -self._figures.value[:, 0].sum()
-            return found.view(*hidden.shape[:-1], 2)  # -> [B, S, 2]
+            return found.view(*hidden.shape[:-1], found.shape[1])  # -> [B, S, 2 or 3]
         items = call.items
         if items is None:
             items = (targets != IGNORE_INDEX).sum() if call.counts is None else call.counts.sum()

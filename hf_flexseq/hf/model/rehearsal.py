@@ -26,8 +26,8 @@ A copy is in training mode, and has no hooks. What is found is kept for equal mo
 (`equal_models.py`).
 
 Rejected: to compare a small twin of each model with one process before training, as the probe does
-(`hf/probe.py`). It takes many times as long, a twin must be made for every family, and a small
-model may hide what the large one asks for.
+(`probe.py`). It takes many times as long, a twin must be made for every family, and a small model
+may hide what the large one asks for.
 """
 
 import copy

@@ -7,7 +7,7 @@ p_e, and the token goes to the k largest. Over the rows of a batch, tokens x lay
     C_e = number of tokens sent to expert e        P_e = sum of p_e
     loss = E * sum over e of (C_e / rows) * (P_e / rows),        rows = (sum of C_e) / k
 
-A token that several rows share (docs/shared_prefixes.md) counts in C and P once for each of them.
+A token that several rows share (docs/prefixes.md) counts in C and P once for each of them.
 
 This is not a sum over tokens, but C and P are, and C has no gradient. So a step finds C in a first
 pass. A micro-batch whose own sums are P' then has the share

@@ -223,7 +223,11 @@ def _small_options(
         head_dim = small.get("head_dim") or SMALL["hidden_size"] // heads
         rope = base.rope_parameters
         if "mrope_section" in (getattr(cls, "ignore_keys_at_rope_validation", None) or ()):
-            rope = {"mrope_section": None, **rope}  # the model's own default is for large heads
+            # The model's own default is for large heads. Some have parameters by kind of layer.
+            if all(isinstance(of_kind, dict) for of_kind in rope.values()):
+                rope = {kind: {"mrope_section": None, **of_kind} for kind, of_kind in rope.items()}
+            else:
+                rope = {"mrope_section": None, **rope}
         small["rope_parameters"] = _short_rope(rope, head_dim)
         if "original_max_position_embeddings" in fields:
             small["original_max_position_embeddings"] = 16

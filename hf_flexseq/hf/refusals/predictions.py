@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_flexseq.base.refusals import Refusal, refuse
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.losses import has_fused_head, reads_figures
 from hf_flexseq.hf.model.facts import base_model, compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss
+from hf_flexseq.hf.model.loss_kinds import has_fused_head, has_own_loss
 from hf_flexseq.hf.model.prompts import virtual_tokens_of
 from hf_flexseq.hf.model.router import asks_for_router_loss
 
@@ -72,15 +72,14 @@ def _states(case: Predicting) -> str | None:
 def _loss_of_samples(case: Predicting) -> str | None:
     """Find losses of samples that are not a sum of what the head says of their tokens."""
     trainer, model = case.trainer, case.model
-    if "loss" not in trainer.args.include_for_metrics or reads_figures(trainer):
+    if "loss" not in trainer.args.include_for_metrics or has_own_loss(trainer):
         return None
-    is_own = type(trainer).compute_loss is not Trainer.compute_loss
     own_function = getattr(model, "loss_function", None)
     is_attached = isinstance(getattr(own_function, "__self__", None), ChunkedLoss)
     is_plain = is_attached or own_function is ForCausalLMLoss
-    if not is_own and is_plain and not asks_for_router_loss(model):
+    if is_plain and not asks_for_router_loss(model):
         return None
-    return f"include_for_metrics=['loss'] and a loss of {type(trainer).__name__}'s or its model's"
+    return f"include_for_metrics=['loss'] and the loss of {type(model).__name__}"
 
 
 PREDICTIONS: tuple[Refusal[Predicting], ...] = (
@@ -121,7 +120,7 @@ PREDICTIONS: tuple[Refusal[Predicting], ...] = (
         instead="set it to False",
     ),
     Refusal(
-        setting="include_for_metrics=['loss'] with a loss of your own",
+        setting="include_for_metrics=['loss'] with a model's own loss_function or router loss",
         found=_loss_of_samples,
         why="such a loss is known only for a whole evaluation",
         instead="leave 'loss' out",

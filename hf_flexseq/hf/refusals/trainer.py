@@ -1,9 +1,9 @@
 """Trainers and training arguments that hf_flexseq refuses.
 
-`TRAINER` holds for every trainer, `ONE_PASS` for next-token loss, `ON_SAMPLES` for a loss that the
-trainer computes on its own batches, `MODEL` for a trainer together with its model. Overridden
-methods have their rules in `hf/overrides.py`, datasets in `hf/dataset_checks.py`, models in
-`hf/model/checks.py`.
+`TRAINER` holds for every trainer, `NEXT_TOKEN` for those of causal language models but for TRL's
+objectives, `ON_SAMPLES` for a loss that the trainer computes on its own batches, `MODEL` for a
+trainer together with its model. Overridden methods have their rules in `overrides.py`, datasets in
+`hf/engine/dataset_checks.py`, models in `hf/model/checks.py`.
 """
 
 import logging
@@ -17,17 +17,18 @@ from hf_flexseq.base.refusals import Refusal, option, refuse, together
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
-from hf_flexseq.hf.adapters import unsuitable_adapter
-from hf_flexseq.hf.losses import (
-    has_planned_loss,
-    reads_figures,
-    reads_fused_head,
-    reads_logits_of_all_tokens,
-    says_on_samples,
-    unsuitable_distillation,
-)
+from hf_flexseq.hf.model.adapters import unsuitable_adapter
 from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
+from hf_flexseq.hf.model.loss_kinds import (
+    FIGURES,
+    has_own_loss,
+    is_objective,
+    is_on_samples,
+    is_sft,
+    reads_logits_of_all_tokens,
+    unsuitable_distillation,
+)
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
 from hf_flexseq.hf.model.prompts import virtual_tokens_of
 from hf_flexseq.hf.model.quantized_layers import outlier_threshold
@@ -37,9 +38,9 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.overrides import check_overrides, runs_other_code
+from hf_flexseq.hf.model.sync import resolve_sync
 from hf_flexseq.hf.refusals.checkpointing import offloading_twice, unknown_offloading
-from hf_flexseq.hf.sync import resolve_sync
+from hf_flexseq.hf.refusals.overrides import check_overrides, has_other_compute_loss
 from hf_flexseq.steps.users_code import package
 
 logger = logging.getLogger(__name__)
@@ -64,15 +65,20 @@ def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for a Trainer that hf_flexseq refuses."""
     if hasattr(trainer, "flexseq_loss_at_home"):
         refuse_removed("flexseq_loss_at_home")
-    on_samples = has_planned_loss(trainer)
+    on_samples = is_on_samples(trainer)
+    table = [*TRAINER]
+    if not is_objective(trainer):
+        table += NEXT_TOKEN
+    if on_samples:
+        table += ON_SAMPLES
     together(
-        lambda: refuse((*TRAINER, *(ON_SAMPLES if on_samples else ONE_PASS)), trainer),
+        lambda: refuse(table, trainer),
         lambda: check_overrides(trainer),
         lambda: resolve_sync(
             args,
             trainer.model,
             trainer.accelerator,
-            lockstep=not on_samples and runs_other_code(trainer),
+            lockstep=not on_samples and has_other_compute_loss(trainer),
             is_ordered=capabilities_on(trainer.accelerator.device).ordered,
         ),
     )
@@ -91,7 +97,7 @@ def check_loss_of_model(trainer: Any, model: PreTrainedModel) -> None:
             "tokens run together, under every trainer. load_in_4bit=True has no such columns",
             threshold,
         )
-    if has_planned_loss(trainer):
+    if is_on_samples(trainer):
         return  # its loss calls no loss_function, and counts as the plain Trainer does
     check_own_loss(model)
     if getattr(trainer, "_loss_shifts_labels", True) or not trainer.is_world_process_zero():
@@ -119,9 +125,17 @@ def _prompt_on_samples(trainer: Any) -> str | None:
     return f"{count} virtual tokens of PEFT with {type(trainer).__name__}" if count else None
 
 
+def _adalora(trainer: Any) -> str | None:
+    tuner = getattr(trainer.model, "base_model", None)
+    is_adalora = hasattr(tuner, "trainable_adapter_name")
+    return (
+        f"AdaLoRA with {type(trainer).__name__}" if is_adalora and has_own_loss(trainer) else None
+    )
+
+
 def _smoothing_of_figures(trainer: Any) -> str | None:
     factor = trainer.args.label_smoothing_factor
-    if not factor or not reads_fused_head(trainer):
+    if not factor or not is_sft(trainer):
         return None
     return f"label_smoothing_factor={factor} of {type(trainer).__name__}"
 
@@ -160,27 +174,19 @@ def _steps_in_backward(trainer: Any) -> str | None:
     return f"optim={optim!r}" if is_refused else None
 
 
-def _loss_of_logits(trainer: Any) -> str | None:
-    if trainer.compute_loss_func is None:
+def _figures_beside_fused_head(trainer: Any) -> str | None:
+    if not is_sft(trainer) or not hasattr(trainer, FIGURES):
         return None
-    return f"compute_loss_func of {type(trainer).__name__}"
-
-
-def _samples_of_one_pass(trainer: Any) -> str | None:
-    if not says_on_samples(trainer):
-        return None
-    return f"flexseq_loss_on_whole_samples=True of {type(trainer).__name__}"
+    return f"{FIGURES} of {type(trainer).__name__}"
 
 
 def _other_loss(trainer: Any) -> str | None:
-    says = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if says is False:
+    for cls in _classes_with(trainer, "compute_loss"):
+        if package(cls) == "trl" and cls.__name__ != "SFTTrainer":
+            return f"the loss of {cls.__name__}"
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is False and not has_own_loss(trainer):
         says_so = [*_classes_with(trainer, "loss_is_scaled_for_ga"), type(trainer)]
         return f"the loss of {says_so[0].__name__}"
-    if says is None:  # older versions of TRL do not say it
-        for cls in _classes_with(trainer, "compute_loss"):
-            if package(cls) == "trl" and cls.__name__ != "SFTTrainer":
-                return f"the loss of {cls.__name__}"
     return None
 
 
@@ -205,28 +211,21 @@ def _classes_with(trainer: Any, name: str) -> list[type]:
 
 
 def _own_function_on_samples(case: TrainerOfModel) -> str | None:
-    if not reads_figures(case.trainer) or own_loss_of(case.model) is None:
+    if not has_own_loss(case.trainer) or own_loss_of(case.model) is None:
         return None
     return f"the own loss_function of {type(case.model).__name__} with the loss of {case.name}"
 
 
 def _smoothed_own_loss(case: TrainerOfModel) -> str | None:
     factor = case.trainer.args.label_smoothing_factor
-    if not factor or has_planned_loss(case.trainer) or has_chunkable_loss(case.model):
+    if not factor or is_on_samples(case.trainer) or has_chunkable_loss(case.model):
         return None
     return f"label_smoothing_factor={factor} with {type(case.model).__name__}"
 
 
-def _router_loss_on_samples(case: TrainerOfModel) -> str | None:
-    if not reads_figures(case.trainer) or not asks_for_router_loss(case.model):
-        return None
-    model = type(case.model).__name__
-    return f"output_router_logits=True of {model} with the loss of {case.name}"
-
-
 def _nameless_coefficient(case: TrainerOfModel) -> str | None:
     enabled = getattr(case.trainer, "aux_loss_enabled", False)
-    if not enabled or has_planned_loss(case.trainer) or asks_for_router_loss(case.model):
+    if not enabled or is_objective(case.trainer) or asks_for_router_loss(case.model):
         return None
     return _coefficient(case)
 
@@ -308,7 +307,7 @@ TRAINER: tuple[Refusal[Any], ...] = (
         setting="methods and options of PEFT that [are not exact](lora.md#methods-of-peft)",
         found=lambda one: unsuitable_adapter(one.model),
         why="a row has parts of several sequences, and virtual tokens are alike in all of them",
-        instead="use LoRA, prompt tuning, or another method that docs/lora.md lists as exact",
+        instead="use LoRA, prompt tuning, or another exact method (docs/integrations.md)",
     ),
     Refusal(
         setting="label_smoothing_factor of SFTTrainer",
@@ -352,22 +351,15 @@ TRAINER: tuple[Refusal[Any], ...] = (
     ),
 )
 
-ONE_PASS: tuple[Refusal[Any], ...] = (
+NEXT_TOKEN: tuple[Refusal[Any], ...] = (
     Refusal(
-        setting="compute_loss_func of SFTTrainer",
-        found=_loss_of_logits,
-        why="its head returns no logits",
-        instead="use FlexSeqTrainer, whose compute_loss_func reads outputs.log_probs and "
-        "outputs.entropy",
+        setting=f"{FIGURES} of SFTTrainer",
+        found=_figures_beside_fused_head,
+        why="TRL's head returns neither logits nor hidden states",
+        instead="use FlexSeqTrainer, or read outputs.log_probs and outputs.entropy",
     ),
     Refusal(
-        setting="flexseq_loss_on_whole_samples = True on a trainer of TRL with next-token loss",
-        found=_samples_of_one_pass,
-        why="its own loss is a sum over tokens",
-        instead="leave it out, or derive from FlexSeqTrainer",
-    ),
-    Refusal(
-        setting="trainers whose loss is not a sum over tokens, but for the objectives",
+        setting="trainers of libraries whose loss is no sum over tokens, but for the objectives",
         found=_other_loss,
         why="it is not divided by the tokens of the step, num_items_in_batch "
         "(loss_is_scaled_for_ga=False)",
@@ -386,13 +378,19 @@ ONE_PASS: tuple[Refusal[Any], ...] = (
 
 ON_SAMPLES: tuple[Refusal[Any], ...] = (
     Refusal(
-        setting="prompt tuning and P-tuning with an objective on samples",
+        setting="prompt tuning and P-tuning with an objective or a loss of your own",
         found=_prompt_on_samples,
         why="figures of whole samples have no places for virtual tokens",
         instead="use LoRA",
     ),
     Refusal(
-        setting="activation_offloading=True with an objective on samples",
+        setting="AdaLoRA with a loss of your own",
+        found=_adalora,
+        why="outputs.loss is next-token loss there, without AdaLoRA's own term",
+        instead="use LoRA, or leave the trainer's loss as it is",
+    ),
+    Refusal(
+        setting="activation_offloading=True with an objective or a loss of your own",
         found=_argument("activation_offloading"),
         why="forwards of this trainer run before its step begins",
         instead="leave it out, since plans bring activations to the host where memory asks for it",
@@ -407,16 +405,10 @@ MODEL: tuple[Refusal[TrainerOfModel], ...] = (
         instead="set it to 0",
     ),
     Refusal(
-        setting="a model's own loss_function with a loss on samples",
+        setting="a model's own loss_function with a loss of your own",
         found=_own_function_on_samples,
         why="outputs.loss is next-token loss there",
         instead="leave model.loss_function as it is",
-    ),
-    Refusal(
-        setting="output_router_logits=True with a loss of your own on samples",
-        found=_router_loss_on_samples,
-        why="such a loss gets log-probabilities and no router loss",
-        instead="set config.output_router_logits=False",
     ),
     Refusal(
         setting="a router loss of TRL without a coefficient in the model's configuration",

@@ -88,7 +88,7 @@ class ChunkGrid:
         return to_device(torch.from_numpy(slots), self.device)
 
     def steps(self, chosen: Sequence[int] | None = None) -> tuple[ChunkStep, ...]:
-        """Return the steps through all chunks, or through those of chosen segments.
+        """Return the steps through all chunks, or through chosen segments'.
 
         The states of a step are those of its first `active` segments: of all segments in `order`,
         or of the chosen ones as `sort` has them.

@@ -27,8 +27,7 @@ class StagesJob:
     @property
     def is_quick(self) -> bool:
         """True but where integer programs are solved: the other schedules take 10 to 50 ms for
-        512 sequences (`scripts/benchmarks/pipeline.py --parts planning`), a process 150 ms to
-        start."""
+        512 sequences, a process 150 ms to start."""
         return not PIPELINE_SCHEDULES[self.options.get("schedule", "auto")].needs_solver
 
     def to_record(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ WEIGHT_CHUNK = 0.5  # a W's constant over that of a forward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCost(Constants):
-    """Constants of one stage; nanoseconds are those of the forward."""
+    """Constants of one stage; nanoseconds cover the forward."""
 
     what: ClassVar[str] = "the cost of a stage"
 

@@ -29,7 +29,7 @@ class StepPlan(Record):
 
     @property
     def objective_s(self) -> float:
-        """Predicted seconds of the step, those of the slowest replica."""
+        """Predicted seconds of the step, on its slowest replica."""
         return max((plan.objective_s for plan in self.plans), default=0.0)
 
     @property

@@ -29,8 +29,9 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
-from hf_flexseq.hf.attachments import on_micro_batches
-from hf_flexseq.hf.engine import FlexSeqEngine
+from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.engine.whole_model import WholeModel
+from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
     compute_dtype,
@@ -41,9 +42,8 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
 from hf_flexseq.hf.model.rehearsal import class_copy
+from hf_flexseq.hf.model.shared_prefixes import OFF
 from hf_flexseq.hf.model.text_reader import reader_of_text
-from hf_flexseq.hf.shared_prefixes import OFF
-from hf_flexseq.hf.whole_model import WholeModel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes

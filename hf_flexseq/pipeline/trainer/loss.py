@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_flexseq.hf.dataset_checks import check_first_step
-from hf_flexseq.hf.evaluation import EvaluationLoss, PlannedBatches
-from hf_flexseq.hf.step_loss import Prediction, StepLoss, StockPrediction
+from hf_flexseq.hf.engine.dataset_checks import check_first_step
+from hf_flexseq.hf.engine.evaluation import EvaluationLoss, PlannedBatches
+from hf_flexseq.hf.losses.step_loss import Prediction, RunStep, StepLoss, StockPrediction
 from hf_flexseq.pipeline.step import RankChunks
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from hf_flexseq.steps.logged_loss import StepLosses
@@ -48,9 +48,9 @@ class LossOfStages(StepLoss):
             return [], None
         return step_items(step, num_batches), torch.full((), max(step.items, 1), device=device)
 
-    def run_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
+    def run_step(self, model: nn.Module, batch: Any, items: Any, run: RunStep) -> torch.Tensor:
         """Run a step at its last item, and return its loss, a scalar; 0 for the items before.
-        Collective over the world."""
+        Collective over the world. run: unused, as the engine runs all of a stage."""
         step = batch.step
         if step is None:
             return torch.zeros((), device=self._trainer.args.device)
@@ -64,14 +64,6 @@ class LossOfStages(StepLoss):
             steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
             self._losses.add(loss, steps=steps)
         return loss
-
-    def batches(self, model: nn.Module, batch: Any) -> Any:
-        """Raise: a stage runs no batch of the Trainer's."""
-        raise AssertionError("a stage runs no batch of the Trainer's")
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Raise: a stage runs no batch of the Trainer's."""
-        raise AssertionError("a stage runs no batch of the Trainer's")
 
     def settle(self, logged: torch.Tensor) -> None:
         """Filter NaN and infinity out of the losses of whole steps. Collective over the world."""

@@ -28,8 +28,8 @@ from hf_flexseq.base.versions import saves_on_writers
 from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.rehearsal import class_copy
-from hf_flexseq.hf.resume import warn_without_optimizer
-from hf_flexseq.hf.trainer import FlexSeqMixin
+from hf_flexseq.hf.trainer.resume import warn_without_optimizer
+from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
 from hf_flexseq.pipeline.checkpoint import load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     load_stage_optimizer,
@@ -100,7 +100,8 @@ class PipelineMixin(FlexSeqMixin):
     ) -> torch.Tensor:
         """Run a whole step with the last of its items, and return its loss, a scalar."""
         self._flexseq_data.check_accumulation()
-        return self._flexseq_loss.run_step(model, inputs)
+        run = super().training_step
+        return self._flexseq_loss.run_step(model, inputs, num_items_in_batch, run)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model in a wrapper that accelerate leaves alone."""

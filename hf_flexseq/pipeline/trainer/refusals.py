@@ -8,10 +8,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.base.refusals import Refusal, option, raise_all, refuse
+from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.losses import has_planned_loss
 from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
+from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, has_own_loss, is_on_samples
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.sharding_kind import has_sharded_modules
 from hf_flexseq.hf.model.trial import try_model
@@ -31,12 +32,6 @@ REPLACED = (
     "_load_best_model",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
-    "training_step",
-    "_prepare_input",
-    "_prepare_inputs",
-    "_prepare_context_parallel_inputs",
-    "autocast_smart_context_manager",
-    "compute_loss_context_manager",
 )
 
 
@@ -117,9 +112,17 @@ def _stages(args: FlexSeqArguments) -> str:
 # ---- what a trainer with a pipeline asks for
 
 
+def _loss_on_samples(case: Staged) -> str | None:
+    trainer = case.trainer
+    if not is_on_samples(trainer):
+        return None
+    methods = users_methods(trainer, METHODS_OF_LOSS) if has_own_loss(trainer) else []
+    return listed(methods or [f"the loss of {type(trainer).__name__}"])
+
+
 def _own_compute_loss(case: Staged) -> str | None:
     is_stock = type(case.trainer).compute_loss is Trainer.compute_loss
-    if is_stock or has_planned_loss(case.trainer):  # which is named itself
+    if is_stock or is_on_samples(case.trainer):  # which is named itself
         return None
     return f"compute_loss of {type(case.trainer).__name__}"
 
@@ -210,7 +213,7 @@ PIPELINE: tuple[Refusal[Staged], ...] = (
     ),
     Refusal(
         setting="a loss on whole samples",
-        found=lambda case: has_planned_loss(case.trainer),
+        found=_loss_on_samples,
         why="a stage has no figures of whole samples",
         instead="set it to 1",
     ),

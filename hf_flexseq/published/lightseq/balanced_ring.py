@@ -52,7 +52,7 @@ def balanced_trips(degree: int) -> float:
 
 
 def balanced_stretch(degree: int) -> float:
-    """Return the seconds of attention over those of an even split."""
+    """Return the seconds of attention over an even split's."""
     return 1.0 if degree % 2 else (degree + 1) / degree
 
 

@@ -159,7 +159,7 @@ class RemapPass:
         self._shard = shard
 
     def __call__(self, program: Program, what: str, shape: LayerShape | RowShape) -> Program:
-        """Return a program whose rows are those of the even layout."""
+        """Return a program on the rows of the even layout."""
         if isinstance(shape, RowShape):
             raise NotImplementedError("recurrent layers in a remapped micro-batch")
         if not self._shard.given and not self._shard.got:

@@ -37,7 +37,7 @@ class LegRows(NamedTuple):
     path: int
     """Index of the path."""
     value: int
-    """Index of the value among those of the transfer."""
+    """Index of the value among the transfer's."""
     start: int
     """First row, counted in the value."""
     stop: int

@@ -191,6 +191,8 @@ def swift(row: str, *, resumes: bool = False, evaluated: int | None = None) -> l
         "learning_rate": rate(row),
         "lr_scheduler_type": "linear" if row == "resume" else "constant",
     }
+    if row == "gqa":
+        options["padding_free"] = True  # as ms-swift's own error asks for
     if row == "packed":
         options |= {"packing": True, "packing_length": sum(situation.lengths)}
     if row == "router":

@@ -149,6 +149,7 @@ class TwoForwards:
         return (found + other) / 2
 
 
+@own_loss(slot="loss", of=("trainer",))
 def loss_on_samples(trainer, model, inputs, items):
     outputs = model(**inputs)
     log_probs, entropy = figures_of(outputs, inputs["labels"])
@@ -156,11 +157,6 @@ def loss_on_samples(trainer, model, inputs, items):
     if items is None:
         items, ranks = (inputs["labels"][:, 1:] != -100).sum(), 1
     return -(log_probs.sum() + 0.1 * entropy.sum()) / items * ranks, outputs
-
-
-@override(slot="loss", of=("trainer",))
-class LossOnSamples(with_own_loss(loss_on_samples)):
-    flexseq_loss_on_whole_samples = True
 
 
 def loss_func(outputs, labels, num_items_in_batch=None):

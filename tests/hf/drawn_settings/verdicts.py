@@ -147,7 +147,7 @@ def _is_compared(case, name):
         return False
     if name == "rows":  # of micro-batches, which a customisation counts itself
         return False
-    if name == "num_input_tokens_seen":  # differs on purpose (docs/differences.md)
+    if name == "num_input_tokens_seen":  # differs on purpose (docs/guarantees.md)
         return case.settings.get("include_num_input_tokens_seen") not in ("all", True)
     if name.startswith("eval_") and (
         case.settings.get("packing") or case.settings.get("eval_packing")

@@ -8,7 +8,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.cost.peak import Peak
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.layer_memory import LayerMemory
-from hf_flexseq.hf.tiles import MlpTiles
+from hf_flexseq.hf.model.tiles import MlpTiles
 from hf_flexseq.memory.pages import MIB
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan.memory import MemoryChoice

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.hf.shared_prefixes import refuse_noise
+from hf_flexseq.hf.model.shared_prefixes import refuse_noise
 from hf_flexseq.kernels import choose
 from hf_flexseq.prove.command import prove
 from tests.hf.test_trainer import logged

@@ -1,0 +1,15 @@
+"""The engine: a dataloader becomes planned steps, which run on an attached model.
+
+    engine.py         draws, plans, dispatches and runs steps
+    whole_model.py    the attached model and what its steps need
+    model_planning.py costs, memory and planner of an attached model
+    loop.py           items that a user's own loop runs
+
+The cost model of a run:
+
+    cost_source.py          named, of a checkpoint, or estimated and corrected
+    cost_choice.py          the estimate of a model in training
+    cost_cache.py           the corrections that earlier runs have found
+    model_configuration.py  models by their configurations
+    layer_trial.py          bytes of a token in layers, by a copy without memory
+"""

@@ -1,0 +1,96 @@
+"""Training steps that have run: their figures, and what was NaN or infinite in them.
+
+Both are on every rank, and are gathered together. On a GPU those of a step are gathered with the
+next one, when the host can read them without waiting for the device.
+"""
+
+from collections.abc import Callable
+
+from accelerate import Accelerator
+from torch import nn
+
+from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.engine.gradients import gradients_of, step_was_skipped
+from hf_flexseq.steps.nonfinite import NonfiniteWatch
+from hf_flexseq.steps.prefetch import Step
+from hf_flexseq.steps.trace import LogFigures, PlanTrace
+
+
+class FinishedSteps:
+    """Gathers the figures of steps that have run, and looks for what is not finite."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        communicator: Communicator,
+        args: FlexSeqArguments,
+        *,
+        figures_of: Callable[[Step, PlanTrace], LogFigures],
+        on_figures: Callable[[int, LogFigures], None] | None,
+    ) -> None:
+        """Collective over the world. figures_of: writes the trace of a step and returns its
+        figures. on_figures: gets the number and the figures of each step as soon as they are
+        known.
+
+        Raises ValueError for a plan trace that cannot be written.
+        """
+        self._accelerator = accelerator
+        self._cpu_group = communicator.cpu_group
+        self._figures_of = figures_of
+        self._trace = PlanTrace(args.plan_trace, communicator)
+        self._watch = NonfiniteWatch(args.on_nonfinite, communicator.rank)
+        self._on_figures = on_figures
+        self._unread: Step | None = None  # has run, and its figures have not been gathered
+        self.last_figures: LogFigures | None = None
+        """Figures of the last step for which they were gathered."""
+
+    def settle(self) -> None:
+        """Count the last step in `check`, since its optimizer step is done."""
+        self._watch.settle(skipped=step_was_skipped(self._accelerator))
+
+    def look_at(self, step: Step, model: nn.Module) -> None:
+        """Look for NaN and infinity in a step that has run, before its optimizer step, without
+        waiting. model: as accelerate has wrapped it."""
+        self._watch.take(step.number, step.final_loss, gradients_of(model, self._accelerator))
+
+    def add(self, step: Step) -> None:
+        """Gather the figures of a step that has run, or of the one before. Collective over the
+        world. Raises FloatingPointError as `check` does, for the step before."""
+        due: Step | None = step
+        if step.stopwatch.is_behind:
+            due, self._unread = self._unread, step
+        self._gather(due)
+        self._cpu_group.phase = f"what follows on step {step.number}"
+
+    def gather_figures(self) -> None:
+        """Gather postponed figures. Collective over the world."""
+        due, self._unread = self._unread, None
+        if due is not None:
+            self._gather(due)
+
+    def check(self) -> None:
+        """Gather all figures after an optimizer step. Collective over the world. Raises
+        FloatingPointError on all ranks alike, or warns, if anything in a step was not finite."""
+        self.settle()
+        due, self._unread = self._unread, None
+        self._gather(due)
+
+    def forget(self) -> None:
+        """Forget all that has not been gathered."""
+        self._watch.forget()
+        self._unread = None
+
+    def _gather(self, due: Step | None) -> None:
+        """Gather NaN reports, and the figures of a step that is due. Collective over the world."""
+        own = self._watch.report()
+        if due is None:
+            self._watch.judge(self._cpu_group.gather_values(own))
+            return
+        self._cpu_group.phase = f"step {due.number}, gathering its figures"
+        due.remark = own
+        figures = self._figures_of(due, self._trace)
+        self.last_figures = figures
+        if self._on_figures is not None:
+            self._on_figures(due.number, figures)
+        self._watch.judge(due.remarks)

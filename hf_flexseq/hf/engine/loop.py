@@ -1,0 +1,154 @@
+"""The steps of a hand-written loop: in training, and in evaluation.
+
+    for step in engine.steps(dataloader):
+        step.backward(model)
+        print(step.mean_loss())
+        ...
+
+    evaluation = engine.evaluation(held_out)
+    for step in evaluation:
+        step.forward(model)
+    print(evaluation.mean_loss())
+
+`engine.steps` and `engine.evaluation` make them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_flexseq.hf.engine.evaluation import EvaluationLoss, PlanSteps, once_each
+from hf_flexseq.hf.engine.out_of_memory import noted
+from hf_flexseq.hf.engine.sum_trial import SumTrial, loss_of_model
+from hf_flexseq.hf.engine.whole_model import WholeModel
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.prefetch import Step
+
+# step, model -> the inputs of one micro-batch after the other
+MicroBatches = Callable[[Step, nn.Module], Iterator[Inputs]]
+
+
+class LoopItem:
+    """A planned step, as a hand-written loop gets it."""
+
+    __slots__ = ("_micro_batches", "_trial", "_whole_model", "step")
+
+    def __init__(
+        self, step: Step, whole_model: WholeModel, trial: SumTrial, micro_batches: MicroBatches
+    ) -> None:
+        self.step = step
+        self._whole_model = whole_model
+        self._trial = trial
+        self._micro_batches = micro_batches
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the whole step, over all ranks."""
+        return self.step.plan
+
+    def mean_loss(self) -> float:
+        """Return the loss of this step, which has run: the mean over all its target tokens, nan
+        without any. Collective over the world."""
+        own = EvaluationLoss()
+        own.add(self.step.final_loss, self.step.targets)
+        return own.mean(self._whole_model.setup.communicator)
+
+    def _loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+        """Return this rank's share of a micro-batch's loss, a scalar."""
+        outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
+        loss: torch.Tensor = outputs.loss
+        router = self._whole_model.router
+        if router is not None:
+            loss = loss + router.coefficient * router.share()
+        return loss * self._whole_model.setup.accelerator.num_processes
+
+
+class TrainingItem(LoopItem):
+    """A training step of a hand-written loop."""
+
+    __slots__ = ()
+
+    def backward(self, model: nn.Module) -> torch.Tensor:
+        """Run forward and backward of the whole step. Return this rank's share of the loss, a
+        detached scalar: its mean over ranks is `mean_loss`. Gradients are those of the mean over
+        the step's target tokens."""
+        accelerator = self._whole_model.setup.accelerator
+        options: dict[str, Any] = {}
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            options["scale_wrt_gas"] = False
+        cpu_group = self._whole_model.setup.communicator.cpu_group
+        with cpu_group.naming_lost(), noted(self._whole_model.planning, self.step):
+            self._trial.run(self.step.row, model, loss_of_model(self._whole_model))
+            for inputs in self._micro_batches(self.step, model):
+                # DDP, FSDP and DeepSpeed average gradients over ranks, as the loss is.
+                loss = self._loss(model, inputs)
+                accelerator.backward(loss, **options)
+                self.step.add(loss.detach())
+        return self.step.final_loss
+
+    def check_has_run(self) -> None:
+        """Raise RuntimeError if the loop has continued without the step's backward."""
+        if not self.step.has_run:
+            raise RuntimeError(
+                f"step {self.step.number} was left without step.backward(model): to evaluate, "
+                "draw from engine.evaluation(dataloader)"
+            )
+
+
+class EvaluationItem(LoopItem):
+    """A step of an `Evaluation`."""
+
+    __slots__ = ("_sum",)
+
+    def __init__(
+        self,
+        step: Step,
+        whole_model: WholeModel,
+        trial: SumTrial,
+        micro_batches: MicroBatches,
+        sum_of_all: EvaluationLoss,
+    ) -> None:
+        """sum_of_all: gets the loss of the step when it runs."""
+        super().__init__(step, whole_model, trial, micro_batches)
+        self._sum = sum_of_all
+
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        """Run the forward of the whole step, without gradients. Return this rank's share of the
+        loss, a scalar whose mean over ranks is the mean over targets. model: as accelerate has
+        wrapped it."""
+        # DDP would exchange buffers in each forward, and ranks run different numbers of them.
+        whole = model.module if isinstance(model, DistributedDataParallel) else model
+        with noted(self._whole_model.planning, self.step):
+            self._trial.run(self.step.row, whole, loss_of_model(self._whole_model))
+            for inputs in self._micro_batches(self.step, model):
+                with torch.no_grad():
+                    self.step.add(self._loss(whole, inputs))
+        self._sum.add(self.step.final_loss, self.step.targets)
+        return self.step.final_loss
+
+
+@dataclass
+class Evaluation:
+    """One pass over a dataloader without gradients, in steps of one batch per rank, untraced."""
+
+    dataloader: Iterable[Mapping[str, Any]]
+    plan_steps: PlanSteps
+    whole_model: WholeModel
+    trial: SumTrial
+    micro_batches: MicroBatches
+    _sum: EvaluationLoss = field(default_factory=EvaluationLoss, init=False)
+
+    def __iter__(self) -> Iterator[EvaluationItem]:
+        """Yield the steps, each sample once. Collective over the world."""
+        self._sum = EvaluationLoss()
+        for step in once_each(self.dataloader, self.plan_steps):
+            yield EvaluationItem(step, self.whole_model, self.trial, self.micro_batches, self._sum)
+
+    def mean_loss(self) -> float:
+        """Return the mean loss over all targets so far; nan without any. Collective."""
+        return self._sum.mean(self.whole_model.setup.communicator)

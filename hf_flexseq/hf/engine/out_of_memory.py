@@ -1,0 +1,127 @@
+"""What to say when a rank runs out of memory: what it held, and what to set.
+
+`step_memory.py` goes on from there where it may.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from hf_flexseq.config import AS_SET, FlexSeqArguments
+from hf_flexseq.cost.choices import token_bytes
+from hf_flexseq.hf.engine.model_planning import ModelPlanning
+from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.prefetch import Step
+
+CAP = "max_tokens_per_rank"
+
+# Of what the fullest rank held: accelerate lowers batch sizes by as much.
+SHARE = 0.9
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tell if an error says that a device, or the CPU, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanOut:
+    """A micro-batch in which this rank ran out of memory."""
+
+    where: str
+    """Rank, micro-batch and step, in words."""
+
+    tokens: int
+    """Tokens that this rank held in it."""
+
+    choice: str
+    """Where the plan had their activations, in words; "" as set for the run."""
+
+    planned_bytes: float
+    """Bytes that its plan counted for them and for model states."""
+
+    budget_bytes: float
+    """Bytes that plans may count."""
+
+    cap: int
+    """Tokens of a rank that plans allowed, activations being as set for the run."""
+
+    lowered: int
+    """The cap to go on with; 0 if nothing is left of it."""
+
+    @classmethod
+    def of(cls, planning: ModelPlanning | None, step: Step | None) -> "RanOut | None":
+        """Return what this rank was running of a step; None outside of micro-batches. planning: of
+        the model; None before it is attached."""
+        if not isinstance(step, RankMicroBatches) or step.current is None or planning is None:
+            return None
+        communicator = planning.setup.communicator
+        cost = planning.cost_so_far
+        micro_batch = step.plan.micro_batches[step.current]
+        size = 1.0  # bytes of a token, relative to those as set for the run
+        if micro_batch.memory is not None:
+            size = token_bytes(cost, micro_batch.memory) / cost.token_bytes
+        by_rank = micro_batch.tokens_per_rank(step.plan.lengths, communicator.world_size)
+        tokens = by_rank[communicator.rank]
+        # tokens as set for the run whose memory the fullest rank took, and may take
+        fullest = max(by_rank) * size
+        beside = step.drawn.facts.held_tokens
+        free_bytes = cost.free_bytes(communicator.world_size)
+        cap = planning.max_tokens_per_rank
+        if cap is None:  # the memory model counts what is held beside
+            cap = max(0, int(free_bytes // cost.token_bytes))
+            fullest += beside
+        states = cost.budget_bytes - free_bytes
+        return cls(
+            where=f"rank {communicator.rank} ran out of memory in micro-batch {step.current + 1} "
+            f"of {len(step.plan.micro_batches)} of step {step.number}",
+            tokens=tokens,
+            choice="" if micro_batch.memory is None else f" ({micro_batch.memory})",
+            planned_bytes=states + (tokens * size + beside) * cost.token_bytes,
+            budget_bytes=cost.budget_bytes,
+            cap=cap,
+            lowered=int(SHARE * fullest),
+        )
+
+    def __str__(self) -> str:
+        planned, budget = self.planned_bytes / 2**30, self.budget_bytes / 2**30
+        return (
+            f"{self.where}, with {self.tokens:,} tokens{self.choice}: {planned:.2f} of "
+            f"{budget:.2f} GiB were planned, model states included"
+        )
+
+    def advice(self, args: FlexSeqArguments) -> str:
+        """Return what the user may set."""
+        levers = []
+        if self.lowered:
+            levers.append(f"{CAP}={self.lowered}")
+        if args.activation_memory == AS_SET:
+            levers.append("activation_memory='auto'")
+        if args.sp_degree is not None:
+            levers.append(f"sp_degree above {args.sp_degree}")
+        levers.append("activation checkpointing")
+        return (
+            f"set {', or '.join(levers)}; a Trainer lowers the cap by itself with "
+            "auto_find_batch_size=True (docs/memory.md)"
+        )
+
+
+@contextmanager
+def noted(planning: ModelPlanning, step: Step) -> Iterator[None]:
+    """Add to an error about memory inside the block what was held, and what to set."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            add_note(error, planning, step)
+        raise
+
+
+def add_note(error: RuntimeError, planning: ModelPlanning | None, step: Step | None) -> None:
+    """Add to an error what this rank held of a step, and what to set, if it ran a micro-batch."""
+    ran_out = RanOut.of(planning, step)
+    if ran_out is not None and planning is not None:
+        error.add_note(f"{ran_out}; {ran_out.advice(planning.setup.args)}")

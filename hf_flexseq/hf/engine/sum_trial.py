@@ -1,0 +1,228 @@
+"""Try, before the first step, whether a user's code in the model keeps sequences apart.
+
+Which sequences share a micro-batch is the plan's choice. The result depends on it, unless the
+model's loss is a sum over tokens,
+
+    L(A and B in one row) = L(A) + L(B) = L(A and B as the rows of a padded batch)
+
+each divided by the same num_items_in_batch. A module or a hook that mixes tokens of a row breaks
+this, and so does a forward that adds something of its own. So if the model has code of the user's
+(`users_code.py`), these losses are computed once, without gradients, on a few tokens of the first
+step and on each rank alone. The padded batch has no `seq_ctx`: the model runs it with its own
+attention and loss. If the trainer computes its loss on its own batches, the squares of its head's
+figures take the place of the loss.
+
+Which tokens of a sequence lie side by side is the plan's choice, too, so nothing but attention may
+look at them. If each token is a sequence by itself, attention sees no other one, and the order of
+tokens must not matter.
+
+The code is looked at when the first step begins: a callback may bring some in on_train_begin.
+Afterwards each step compares the modules of the model and their forwards with the first one's.
+
+Rejected: reading the source of the user's code, which may do anything; comparing whole steps under
+two plans, which would take as long as a step.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_flexseq.base.values import listed
+from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.distributed.transport import CpuGroup
+from hf_flexseq.hf.engine.two_sequences import ITEMS, Found, TwoSequences, Value
+from hf_flexseq.hf.engine.whole_model import WholeModel
+from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
+from hf_flexseq.hf.model.checks import unsuitable_hooks
+from hf_flexseq.hf.model.equal_models import code_of_model
+from hf_flexseq.hf.model.facts import base_model
+from hf_flexseq.hf.model.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.source_row import SourceRow
+from hf_flexseq.steps.users_code import users_forward_hooks
+
+
+def users_code_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the modules of a model that are of the user's, and the user's hooks, in words."""
+    return (*code_of_model(model), *users_forward_hooks(model))
+
+
+def loss_of_model(whole_model: WholeModel, **options: Any) -> Value:
+    """Return what computes the loss of an attached model, with its share of any router loss.
+    options: of its forward."""
+
+    def loss(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+        found: torch.Tensor = model(
+            **inputs, use_cache=False, num_items_in_batch=ITEMS, **options
+        ).loss
+        router = whole_model.router
+        return found if router is None or "seq_ctx" not in inputs else found + router.share()
+
+    return loss
+
+
+def _forwards(model: nn.Module) -> list[Any]:
+    """Return the classes of a model's modules, what these run as forwards, all hooks on modules
+    and parameters, and what the files of the classes have besides."""
+    modules = list(model.modules())
+    kinds = [type(module) for module in modules]
+    found: list[Any] = [*kinds, *forwards_of(modules)]
+    hooks: list[Any] = []
+    for module in modules:
+        hooks += (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                hooks += (parameter._backward_hooks or {}).values()
+                hooks += (parameter._post_accumulate_grad_hooks or {}).values()
+    for file in {kind.__module__ for kind in kinds}:
+        if file.startswith("transformers.models."):
+            found += vars(sys.modules[file]).values()
+    return found + hooks
+
+
+class SumTrial:
+    """Tries the user's code of one model, each time that it has changed."""
+
+    def __init__(self, model_of: Callable[[], nn.Module], cpu_group: CpuGroup) -> None:
+        """model_of: returns the model to be trained, with adapters. cpu_group: of all ranks."""
+        self._model_of = model_of
+        self._cpu_group = cpu_group
+        self._whole_model: WholeModel | None = None  # when the code was looked at
+        self._forwards: list[Any] | None = None  # of all modules, when the code was looked at
+        self._code: tuple[str, ...] = ()
+        self._passed: tuple[str, ...] = ()
+        self._is_due = False  # on all ranks alike
+        self.has_code_anywhere = False
+        """True if a rank has found code of the user's; alike on all ranks."""
+
+    @property
+    def has_code(self) -> bool:
+        """True if `look` has found any code of the user's on this rank."""
+        return bool(self._code)
+
+    def look(self, whole_model: WholeModel) -> None:
+        """Find out which code of the user's there is now. All ranks do so together. whole_model:
+        the attached one."""
+        self._whole_model = whole_model
+        self._code = users_code_of(self._model_of())
+        self._forwards = _forwards(self._model_of())
+        self._is_due = True
+
+    @property
+    def _attached(self) -> WholeModel:
+        assert self._whole_model is not None, "look is told the attached model"
+        return self._whole_model
+
+    def reason_not_shared(self) -> str | None:
+        """Return why the loss keeps rows from sharing prefixes; None if it does not."""
+        if self.has_code:
+            return USERS_CODE
+        return KEEPS_OWN_LOSS if self._attached.keeps_own_loss else None
+
+    def run(
+        self,
+        row: SourceRow,
+        model: nn.Module,
+        value: Value,
+        *,
+        pads: bool = True,
+        next_token_loss: Value | None = None,
+    ) -> None:
+        """Try the code that `look` has found, unless it has passed before. Collective over the
+        world.
+
+        row: what this rank has drawn for a step. model: as accelerate has wrapped it.
+        value: `loss_of_model`, or what stands for the figures of a head.
+        pads: True for a value that a padded batch has, too.
+        next_token_loss: what a loss gets instead of the model's own, if it does.
+        Raises NotImplementedError, on all ranks, where the value depends on the plan, where the
+        model's own loss is another one, and for code that has come into the model after its first
+        step.
+        """
+        if self._forwards is None:
+            return
+        if not self._is_due:
+            self._refuse_later_code()
+            return
+        self.look(self._attached)  # on_step_begin may have brought some
+        self._refuse_gradient_hooks()
+        cpu_group = self._cpu_group
+        is_new = self._code != self._passed and self.has_code
+        of_ranks = cpu_group.gather_ints([int(is_new), len(row.lengths), int(self.has_code)])
+        self.has_code_anywhere = any(of_rank[2] for of_rank in of_ranks)
+        if not any(of_rank[0] for of_rank in of_ranks):
+            self._is_due = False
+            return
+        if not all(of_rank[1] for of_rank in of_ranks):
+            return  # a rank has drawn nothing: the next step will do
+        self._is_due = False
+        with ErrorCapture() as trying, _unchanged(self._model_of()):
+            two = TwoSequences(self._attached, base_model(self._model_of()), row, model)
+            self._try(two.of(value, pads=pads))
+            if next_token_loss is not None:
+                self._compare(two, next_token_loss)
+        trying.raise_on_all_ranks(
+            cpu_group.gather_values, "trying if the loss is a sum over tokens"
+        )
+        self._passed = self._code
+
+    def _try(self, found: Found | None) -> None:
+        """Raise NotImplementedError where modules or hooks mix sequences."""
+        if found is not None and not found.add_up:
+            raise NotImplementedError(
+                f"{listed(self._code)}: {found}; tokens of one sequence change the "
+                "loss of another one in the same row: keep sequences apart by position_ids, "
+                "or remove it"
+            )
+
+    def _compare(self, two: TwoSequences, next_token_loss: Value) -> None:
+        """Raise NotImplementedError where the model's own loss is another one."""
+        is_alike, own, ours = two.are_alike(loss_of_model(self._attached), next_token_loss)
+        if not is_alike:
+            raise NotImplementedError(
+                f"{listed(self._code)}: two sequences have the loss {own:.6g} by the model, and "
+                f"{ours:.6g} by the log-probabilities of their tokens, which a compute_loss of "
+                "your own gets: add what else the model adds to its loss in compute_loss"
+            )
+
+    def _refuse_later_code(self) -> None:
+        """Raise NotImplementedError for modules, forwards and hooks of the user's that `look` has
+        not seen: other ranks run the step already, so that nothing can be tried."""
+        forwards = _forwards(self._model_of())
+        if forwards == self._forwards:
+            return
+        self._forwards = forwards
+        attention = replaced_attention(self._model_of())
+        if attention is not None:
+            raise NotImplementedError(attention)
+        self._refuse_gradient_hooks()
+        new = [what for what in users_code_of(self._model_of()) if what not in self._code]
+        if new:
+            raise NotImplementedError(
+                f"{listed(new)} came into the model while it trains, so nobody knows whether it "
+                "keeps sequences apart: put it in before train(), or in the callback event "
+                "on_train_begin"
+            )
+
+    def _refuse_gradient_hooks(self) -> None:
+        """Raise NotImplementedError for hooks on gradients that have come since the model was
+        attached, as `check_model` does for those before."""
+        hooks = unsuitable_hooks(self._model_of())
+        if hooks is not None:
+            raise NotImplementedError(hooks)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore random numbers and the model's buffers after the block."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for buffer, value in buffers:
+            buffer.data.copy_(value)

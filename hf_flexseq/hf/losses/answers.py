@@ -1,0 +1,234 @@
+"""Answers to a loss's calls of its models, while the loss is computed on the source ranks.
+
+What a loss will ask for has been computed before, for all batches of the step together, and is
+noted here; each result is used once, or as often as the user's own code asks for it, if the model
+draws no noise. A call without gradients of which nothing is known is
+planned and run when it comes: so are all calls of an evaluation. One with gradients is refused.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.engine.loaders import LoaderState, as_drawn
+from hf_flexseq.hf.losses.heads import BATCHES, Head
+from hf_flexseq.hf.losses.reference import adapter_state
+from hf_flexseq.hf.model.facts import base_model
+from hf_flexseq.hf.model.noise import dropout_module, noisy_option
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.call_answers import answered_by
+from hf_flexseq.steps.calls import ModelCall
+from hf_flexseq.steps.figure_passes import figures_of
+from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns
+
+POLICY = "policy"
+REFERENCE = "reference"
+
+
+@dataclass(slots=True)
+class _Result:
+    """Known result of a call."""
+
+    role: str
+    call: ModelCall
+    figures: Columns
+    """Figures of the call's tokens, each [tokens, ...] on the model's device."""
+
+
+class Answers:
+    """Answers calls of the trainer's models from what is known, and from planned passes."""
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine, head: Head) -> None:
+        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
+        self._engine = engine
+        self._head = head
+        self._results: list[_Result] = []  # known, and not asked for yet
+        self._running: nn.Module | None = None  # the wrapped model, while calls are answered
+        self._is_paused = False
+        self._reuses = False  # a result for equal calls, which are of one batch and without noise
+        self._adapters: tuple[Any, ...] | None = None  # as they are in training
+        self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
+
+    def begin(self) -> None:
+        """Take the model as it is now for the trained one, whatever becomes of its adapters."""
+        model = self._trainer.model
+        self._adapters = adapter_state(model)
+        settings = self._engine.settings
+        options = noisy_option(base_model(model).config)
+        draws_noise = dropout_module(model) or options or settings.noise
+        self._reuses = self._head.is_own and not draws_noise
+
+    def clear(self) -> None:
+        """Forget what is known."""
+        self._results.clear()
+
+    # ---- what is known
+
+    def run(
+        self, step: RankMicroBatches, model: nn.Module, role: str, calls: Sequence[ModelCall]
+    ) -> None:
+        """Run a model forward, and note its results for the calls. Collective over the world."""
+        figures = self.figures(step, model)
+        for call, own in zip(calls, self.split(figures, calls), strict=True):
+            self.note(role, call, own)
+
+    def note(self, role: str, call: ModelCall, figures: Columns) -> None:
+        """Keep what a model gives for a call; figures: of its tokens, each [tokens, ...]."""
+        self._results.append(_Result(role, call, figures))
+
+    def figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
+        """Run a model forward, and return the figures of this rank's tokens and totals."""
+        return figures_of(step, partial(self._head.forward, model), self._head.totals)
+
+    def split(self, figures: Columns, calls: Sequence[ModelCall]) -> list[Columns]:
+        """Return the figures of each call, and totals, which are those of all, on the model's
+        device. figures: of all calls' tokens, each [tokens, ...], and totals on the CPU."""
+        device = self._trainer.accelerator.device
+        sizes = [call.tokens for call in calls]
+        parts: list[Columns] = [{} for _ in calls]
+        for name, values in figures.items():
+            is_total = name in self._head.totals
+            owns = [values] * len(calls) if is_total else values.split(sizes)
+            for part, own in zip(parts, owns, strict=True):
+                part[name] = to_device(own, device)
+        if self._head.totals:
+            for part in parts:
+                part[BATCHES] = torch.tensor(len(calls))
+        return parts
+
+    # ---- calls of the loss
+
+    @contextmanager
+    def answering(self, model: nn.Module) -> Iterator[None]:
+        """Answer the trainer's calls inside the block. model: as accelerate has wrapped it."""
+        if self._running is not None:
+            with self.pausing(False):
+                yield
+            return
+        self._running = model
+        trainer = self._trainer
+        with ExitStack() as answered:
+            answered.callback(setattr, self, "_running", None)
+            answered.enter_context(self.pausing(False))
+            answered.enter_context(
+                answered_by(trainer.model, self.answer_of_policy, is_paused=self._paused)
+            )
+            reference = getattr(trainer, "ref_model", None)
+            if reference is not None:
+                answered.enter_context(
+                    answered_by(
+                        reference,
+                        partial(self._answer, REFERENCE, reference),
+                        is_paused=self._paused,
+                    )
+                )
+            yield
+
+    @contextmanager
+    def loss_of(self, batch: Any, loader_state: LoaderState, *, is_last: bool) -> Iterator[None]:
+        """Surround the loss of one prepared batch of a step. As with the plain Trainer, accelerate
+        says of the last one alone that gradients are synchronised, and knows of the step's batches
+        whether they end the data: some losses ask."""
+        accelerator = self._trainer.accelerator
+        state = accelerator.gradient_state
+        syncs = state.sync_gradients
+        state._set_sync_gradients(syncs and is_last)
+        try:
+            with self.on_batch(batch), as_drawn(loader_state, accelerator):
+                yield
+        finally:
+            state._set_sync_gradients(syncs)
+
+    @contextmanager
+    def on_batch(self, batch: Any) -> Iterator[None]:
+        """Surround the loss of one batch, which is prepared already and is not prepared again, and
+        whose labels the Trainer may withhold from the model."""
+        labels, own = self._labels, vars(self._trainer)
+        former, prepare = own.get("_prepare_inputs"), self._trainer._prepare_inputs
+        own["_prepare_inputs"] = lambda given: given if given is batch else prepare(given)
+        if self._head.is_own:
+            self._labels = batch.get("labels")
+        try:
+            yield
+        finally:
+            self._labels = labels
+            del own["_prepare_inputs"]
+            if former is not None:
+                own["_prepare_inputs"] = former
+
+    def _paused(self) -> bool:
+        return self._is_paused
+
+    @contextmanager
+    def pausing(self, is_paused: bool) -> Iterator[None]:
+        """Leave calls to the models themselves inside the block, or answer them again."""
+        former, self._is_paused = self._is_paused, is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = former
+
+    def answer_of_policy(self, given: dict[str, Any]) -> Any:
+        """Return what the trained model would have returned for these keyword arguments, or the
+        reference, which may be the same model without its adapter. See `_answer`."""
+        role = POLICY
+        if adapter_state(self._trainer.model) != self._adapters:
+            role = REFERENCE
+        assert self._running is not None, "calls are answered while a loss is computed"
+        return self._answer(role, self._running, given)
+
+    def _answer(self, role: str, model: nn.Module, given: Mapping[str, Any]) -> Any:
+        """Return a model's result. Collective over the world if the call was not foreseen."""
+        if self._head.is_own and given.get("labels") is None:
+            given = {**given, "labels": self._labels_for(given)}
+        call = self._head.read(given)
+        figures = self._taken(role, call)
+        if figures is None:
+            if torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"{type(self._trainer).__name__} computes a loss from tokens or labels that "
+                    "are not those of its batch, or calls a model with dropout twice on them: "
+                    "hf_flexseq computes gradients of one call for each batch; change batches in "
+                    "_prepare_inputs, in the data_collator or in the dataset"
+                )
+            step = self._engine.step_of(
+                self._engine.whole_model.rows_of([call]),
+                number=self._trainer.state.global_step,
+                forward_only=True,
+            )
+            with self._engine.whole_model.attention.planned():
+                found = self.figures(step, model)
+            (figures,) = self.split(found, [call])
+        return self._head.answer(call, figures, given)
+
+    def _labels_for(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the labels [B, S] of the batch for a call of the model without them."""
+        ids, labels = given.get("input_ids"), self._labels
+        if ids is not None and labels is not None and ids.shape != labels.shape:
+            raise NotImplementedError(
+                f"a loss calls the model on input_ids {tuple(ids.shape)} without labels, and "
+                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens"
+            )
+        return labels
+
+    def _taken(self, role: str, call: ModelCall) -> Columns | None:
+        """Return what is known of a call, once unless `_reuses`; None for nothing. Figures with
+        gradients answer a call with gradients, others one without: KTO may ask both of the same
+        tokens."""
+        for index, result in enumerate(self._results):
+            has_gradients = result.figures[self._head.main].requires_grad
+            if role == POLICY and has_gradients != torch.is_grad_enabled():
+                continue
+            if result.role == role and result.call.same_as(call):
+                if not self._reuses:
+                    del self._results[index]
+                return result.figures
+        return None

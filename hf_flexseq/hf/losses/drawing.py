@@ -1,0 +1,228 @@
+"""The batches of steps whose loss is computed on the source ranks, and the plans of their
+sequences.
+
+When a step can be planned depends on when its sequences are known:
+
+    batches of a dataset      as they are drawn: up to `lookahead` steps ahead
+    a trainer's own samples   the step that they are made for, when it runs; those that reuse
+                              the same samples up to `lookahead` steps ahead
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from transformers import Trainer
+
+from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.engine.loaders import BEFORE_END, LoaderState, drawn_batches, lengths_of
+from hf_flexseq.hf.losses.generations import Generations
+from hf_flexseq.hf.losses.heads import Head
+from hf_flexseq.hf.losses.trainers import Foreseen, foreseen
+from hf_flexseq.hf.model.loss_kinds import rolls_out
+from hf_flexseq.hf.model.shared_prefixes import GROUPS
+from hf_flexseq.steps.calls import ModelCall
+from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.users_code import users_methods
+
+# The sequences of steps, as DataCollatorForFlexSeq makes them.
+Rows = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatches:
+    """Batches that a rank draws for one step."""
+
+    batches: list[Any]
+    loader_state: LoaderState
+    """State of their loader after the last of them."""
+    calls: tuple[ModelCall, ...] = ()
+    """Planned calls of each batch, if the trainer may change batches later."""
+
+
+_NOTHING = StepBatches([], BEFORE_END)
+
+# Methods in which a user may change batches between their drawing and their loss.
+_CHANGE_BATCHES = ("_prepare_input", "_prepare_inputs", "training_step")
+
+# How the calls of a step have come, from the best to the worst.
+_AS_PLANNED = 0
+_NOT_PLANNED = 1
+_CHANGED = 2  # others than those that were planned
+
+
+class Drawing:
+    """Draws the batches of one step after the other, and has their sequences planned."""
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine, head: Head) -> None:
+        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
+        self._engine = engine
+        self._head = head
+        self._generations: Generations | None = None
+        if rolls_out(trainer):
+            keeps_groups = engine.args.shared_prefixes == GROUPS
+            self._generations = Generations(trainer, keeps_groups=keeps_groups)
+        self._may_change = bool(users_methods(trainer, _CHANGE_BATCHES))
+        # of the steps to come
+        self._iterator: Iterator[Any] | None = None
+        self._num_batches = 0  # of a step
+        self._rows: Rows = iter(())
+        self._drawn: deque[StepBatches] = deque()  # of a dataset
+        self._to_come: deque[list[ModelCall]] = deque()  # of samples that are there already
+        self._changes_samples = False  # on their way to the loss, as a subclass may
+        # of the step whose batches were returned
+        self._current = _NOTHING
+        self._step: RankMicroBatches | None = None
+        self._taken: list[Any] = []  # those of its batches that have come
+
+    def clear(self) -> None:
+        """Forget all that was drawn."""
+        self._iterator = None
+        self._rows = iter(())
+        self._drawn.clear()
+        self._to_come.clear()
+        self._current = _NOTHING
+        self._step = None
+        self._taken = []
+
+    # ---- batches
+
+    def check_loader(self, dataloader: Any) -> None:
+        """Raise ValueError, on all ranks, for a loader that gives them different numbers of
+        batches: one would wait for the others in its loss. Collective over the world."""
+        lengths = lengths_of(dataloader, self._engine.communicator)
+        if len(set(lengths)) > 1:
+            raise ValueError(self._uneven(f"{min(lengths)} to {max(lengths)}"))
+
+    def _uneven(self, counts: str) -> str:
+        """Return what is wrong where ranks draw so many batches."""
+        return (
+            f"ranks draw {counts} batches, and the loss of {type(self._trainer).__name__} is "
+            "computed by all of them together: leave even_batches on, or set "
+            "dataloader_drop_last=True"
+        )
+
+    def next_batches(
+        self, iterator: Iterator[Any], num_batches: int, *, first_number: int
+    ) -> list[Any]:
+        """Return the batches of the next step, at most `num_batches`, from the trainer's iterator.
+        Collective over the world. first_number: of the first step of all."""
+        self._taken = []
+        if self._generations is None:
+            self._current = self._next_planned(iterator, num_batches, first_number)
+        else:
+            self._current = self._draw(iterator, num_batches)
+        return self._current.batches
+
+    def _draw(self, iterator: Iterator[Any], num_batches: int) -> StepBatches:
+        return StepBatches(*drawn_batches(iterator, num_batches, self._trainer.accelerator))
+
+    def _next_planned(
+        self, iterator: Iterator[Any], num_batches: int, first_number: int
+    ) -> StepBatches:
+        """Return the batches of the next step, and keep the step, which was planned ahead."""
+        self._num_batches = num_batches
+        if iterator is not self._iterator:
+            self._iterator = iterator
+            self._drawn.clear()
+            self._rows = self._rows_of(iterator)
+        self._step = self._next_step(first_number)
+        if self._step is None:
+            return _NOTHING
+        if not self._drawn:
+            raise ValueError(self._uneven("different numbers of"))
+        return self._drawn.popleft()
+
+    def _rows_of(self, iterator: Iterator[Any]) -> Rows:
+        """Yield the sequences of each step, and keep the batches that they come from."""
+        while True:
+            drawn = self._draw(iterator, self._num_batches)
+            if not drawn.batches:
+                return
+            calls = self._policy_calls(drawn.batches)
+            kept = tuple(calls) if self._may_change else ()
+            self._drawn.append(replace(drawn, calls=kept))
+            yield from self._rows_of_step(calls)
+
+    # ---- the step whose batches were returned
+
+    @property
+    def loader_state(self) -> LoaderState:
+        """State of the loader after the batches of the step."""
+        return self._current.loader_state
+
+    def is_complete(self, batch: Any) -> bool:
+        """Take the next batch of the step; tell if it was the last one."""
+        self._taken.append(batch)
+        return len(self._taken) >= len(self._current.batches)
+
+    def prepared_batches(self) -> list[Any]:
+        """Return the batches that were taken as the trainer's loss gets them."""
+        taken, self._taken = self._taken, []
+        if self._generations is not None:
+            return self._generations.prepared(taken)
+        return [self._trainer._prepare_inputs(batch) for batch in taken]
+
+    def foreseen(self, batches: Sequence[Any]) -> list[Foreseen]:
+        """Return the calls that the loss will make on each of the batches."""
+        return [foreseen(self._trainer, batch, self._head) for batch in batches]
+
+    def _rows_of_step(self, calls: Sequence[ModelCall]) -> Rows:
+        """Yield the sequences of a step's calls, as one batch of the engine."""
+        return self._engine.whole_model.rows_of(calls)
+
+    def _policy_calls(self, batches: Sequence[Any]) -> list[ModelCall]:
+        return [own.policy for own in self.foreseen(batches)]
+
+    def planned_step(self, calls: Sequence[ModelCall]) -> RankMicroBatches:
+        """Return the step with all ranks' sequences. Collective over the world. calls: with
+        gradients."""
+        number = self._trainer.state.global_step
+        if self._generations is None:
+            step, self._step = self._step, None
+            if self._may_change and self._arrival(calls, self._current.calls) != _AS_PLANNED:
+                step = self._engine.step_of(self._rows_of_step(calls), number=number)
+        elif self._generations.span_steps:
+            step = self._step_of_samples(calls, number)
+        else:
+            step = self._engine.step_of(self._rows_of_step(calls), number=number)
+        assert step is not None, "a batch has a sequence at least"
+        return step
+
+    def _step_of_samples(self, calls: Sequence[ModelCall], number: int) -> RankMicroBatches | None:
+        """Return the step, which was planned ahead where its samples were there already; and have
+        those planned that will go on with them. Collective over the world."""
+        expected = self._to_come.popleft() if self._to_come else []
+        arrival = self._arrival(calls, expected)
+        if arrival == _CHANGED:
+            self._changes_samples = True
+        if arrival != _AS_PLANNED:
+            self._to_come = deque(self._calls_to_come(len(calls)))
+            self._rows = chain.from_iterable(map(self._rows_of_step, [calls, *self._to_come]))
+        return self._next_step(number)
+
+    def _next_step(self, first_number: int) -> RankMicroBatches | None:
+        """Return the step with the next sequences of `self._rows`. Collective over the world."""
+        step = self._engine.next_step(self._rows, 1, first_number=first_number)
+        assert step is None or isinstance(step, RankMicroBatches), "the model is whole"
+        return step
+
+    def _arrival(self, calls: Sequence[ModelCall], expected: Sequence[ModelCall]) -> int:
+        """Return how the calls of a step compare with the expected ones, on the worst rank.
+        Collective over the world. The last step of an epoch may have fewer batches."""
+        own = _AS_PLANNED
+        if len(calls) != len(expected):
+            own = _NOT_PLANNED
+        elif not all(map(ModelCall.same_as, calls, expected)):
+            own = _CHANGED
+        of_all = self._engine.communicator.cpu_group.gather_ints([own])
+        return max(of_rank[0] for of_rank in of_all)
+
+    def _calls_to_come(self, num_batches: int) -> Iterator[list[ModelCall]]:
+        """Yield the calls of each later step of the present samples. num_batches: of a step."""
+        assert self._generations is not None, "the samples are the trainer's own"
+        if not self._changes_samples:
+            for batches in self._generations.steps_to_come(num_batches):
+                yield self._policy_calls(batches)

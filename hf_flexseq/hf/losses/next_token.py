@@ -1,0 +1,253 @@
+"""Next-token loss, as the Trainer and SFTTrainer have it: a sum over tokens.
+
+The Trainer's own `training_step` and `compute_loss` run on each micro-batch of the plan, wherever
+its tokens are, and get the target tokens of the whole step: one pass, and no figure of a token
+travels. Code of the user's in the loss sees the trainer's own batches instead
+(`objectives/on_samples.py`).
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
+from hf_flexseq.hf.engine.dataset_checks import check_first_step
+from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.engine.evaluation import EvaluationLoss, PlannedBatches
+from hf_flexseq.hf.engine.loaders import BEFORE_END, as_drawn
+from hf_flexseq.hf.engine.out_of_memory import noted
+from hf_flexseq.hf.engine.sum_trial import SumTrial, loss_of_model
+from hf_flexseq.hf.engine.two_sequences import Value
+from hf_flexseq.hf.losses.added_router_loss import AddedRouterLoss
+from hf_flexseq.hf.losses.predictions import TokenPredictions, without_metrics
+from hf_flexseq.hf.losses.step_loss import Prediction, RunStep, StepLoss, StockPrediction
+from hf_flexseq.hf.losses.token_means import TokenMeans
+from hf_flexseq.hf.losses.watch import LabelGuard
+from hf_flexseq.hf.model.loss_kinds import reads_fused_head, reads_sums, set_later
+from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS, USERS_CODE
+from hf_flexseq.hf.refusals.overrides import has_other_compute_loss
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.logged_loss import StepLosses
+from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.prefetch import Step
+from hf_flexseq.steps.row_outputs import outputs_of_rows
+from hf_flexseq.steps.step_items import StepItem, step_items
+from hf_flexseq.steps.training_mode import in_training_mode
+
+
+class NextTokenLoss(StepLoss):
+    """Computes the loss of each micro-batch where its tokens are."""
+
+    has_predictions = True
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
+        super().__init__(trainer, engine)
+        self._notes_figures = has_other_compute_loss(trainer)
+        # Such code has collectives between forwards and backwards.
+        self.lockstep = self._notes_figures
+        self._guard = LabelGuard(trainer)
+        self._trial = SumTrial(lambda: trainer.model, engine.communicator.cpu_group)
+        is_fused = reads_fused_head(trainer) and not is_older("trl", FUSED_HEAD_FROM)
+        self._options = {"fused_lm_head": True} if is_fused else {}
+        self._router = AddedRouterLoss(trainer)
+        self._sum = EvaluationLoss()  # of the evaluation that runs
+        self._means = TokenMeans(trainer)
+        self._losses = StepLosses()
+        engine.reason_of_loss = self._reason_not_shared
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Surround training or an evaluation: micro-batches get their shares of a router loss, and
+        SFTTrainer the outputs of its head for all rows."""
+        router = self._engine.whole_model.router
+        self._trial.look(self._engine.whole_model)
+        with ExitStack() as around:
+            if reads_fused_head(self._trainer):
+                around.enter_context(outputs_of_rows(self._trainer.model))
+            if router is not None:
+                around.enter_context(self._router.adding(router))
+            yield
+
+    @property
+    def _loss_of_model(self) -> Value:
+        return loss_of_model(self._engine.whole_model, **self._options)
+
+    def _reason_not_shared(self) -> str | None:
+        """Return why the loss keeps rows from sharing prefixes, or None."""
+        self._trial.look(self._engine.whole_model)  # callbacks have come between
+        if not self._trial.has_code and reads_fused_head(self._trainer):
+            return GIVES_SUMS if reads_sums(self._trainer) else None
+        return USERS_CODE if self._notes_figures else self._trial.reason_not_shared()
+
+    # ---- training
+
+    def next_batches(
+        self, iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | None]:
+        """Return `num_batches` items, of which the last one is the planned step, and the divisor
+        of the step's loss, a scalar; no item when no rank has data left. Collective over the
+        world."""
+        number = self._trainer.state.global_step
+        step = self._engine.next_step(iterator, num_batches, first_number=number)
+        if number == 0:
+            check_first_step(step, self._trainer)
+        if step is None:
+            return [], None
+        return step_items(step, num_batches), _divisor(step.items, device)
+
+    def run_step(self, model: nn.Module, batch: Any, items: Any, run: RunStep) -> torch.Tensor:
+        """Run every micro-batch of a step, at its last item. Collective over the world."""
+        step = self._step_of(batch)
+        if step is None:
+            return torch.zeros((), device=self._trainer.args.device)
+        self._trial.run(step.row, model, self._loss_of_model)
+        self._means.begin("train")
+        with (
+            in_training_mode(model),
+            closing(self._engine.micro_batches(step, model, is_last=self._is_last_step)) as parts,
+        ):
+            for micro_batch in parts:
+                with self._on_part(micro_batch):
+                    step.add(run(model, micro_batch, items))
+        value = step.final_loss.detach()
+        self._raise_noted()
+        if self._notes_figures:
+            self._means.end_training(_targets_in_order(step), step.real_tokens)
+        self._router.note("train")
+        self._engine.finish(step)
+        if self._trainer.args.logging_nan_inf_filter:
+            steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
+            self._losses.add(value, steps=steps)
+        return value
+
+    def _step_of(self, batch: Any) -> Step | None:
+        """Return the step of the last item of `next_batches`, None for the others. Raises
+        NotImplementedError for a loss that came later."""
+        assert isinstance(batch, StepItem), "no code of the user's has come between"
+        self._refuse_later_loss()
+        return batch.step
+
+    def _refuse_later_loss(self) -> None:
+        late = set_later(self._trainer)
+        if late is not None:
+            raise NotImplementedError(
+                f"{late} of this {type(self._trainer).__name__} was set after the trainer was "
+                "made, which plans micro-batches for the loss that it had: define it in the class"
+            )
+
+    def settle(self, logged: torch.Tensor) -> None:
+        """Filter NaN and infinity out of the losses of whole steps. Collective over the world."""
+        self._losses.settle(logged, self._engine.communicator)
+
+    @contextmanager
+    def _on_part(self, micro_batch: Inputs) -> Iterator[None]:
+        """Surround a `compute_loss` on a micro-batch, whose parts of samples count wherever they
+        come from, also from what fills a loader's last batches, and whose labels must stay."""
+        if not self._notes_figures and not self._trial.has_code:
+            yield
+            return
+        as_whole = as_drawn(BEFORE_END, self._trainer.accelerator)
+        with self._guard.of(micro_batch), as_whole:
+            yield
+
+    def _raise_noted(self) -> None:
+        """Raise a rank's noted error on all ranks. Collective over the world with users' code."""
+        if self._trial.has_code_anywhere:
+            self._guard.raise_together(self._engine.communicator.cpu_group)
+
+    # ---- evaluation
+
+    @contextmanager
+    def evaluating(self, dataloader: Any, *, predicts: bool) -> Iterator[Any]:
+        """Surround an evaluation, whose loss is summed anew."""
+        self._refuse_later_loss()
+        self._sum = EvaluationLoss()
+        self._means.begin_evaluation()
+        with super().evaluating(dataloader, predicts=predicts) as loader:
+            yield loader
+
+    def _evaluation_loader(self, dataloader: Any) -> Any:
+        return PlannedBatches(dataloader, self._engine.evaluation_steps)
+
+    def predict(
+        self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
+    ) -> Prediction:
+        """Run the forwards of a step, and return its loss, a scalar, with predictions and labels
+        for a padded batch alone. Collective over the world."""
+        if self._tokens is not None:
+            return self._predict_tokens(self._tokens, model, batch)
+        if not isinstance(batch, StepItem):
+            return stock(model, batch, loss_only)
+        step = batch.step
+        assert step is not None, "an evaluation batch without its step"
+        # TRL divides by all targets, also those of virtual tokens
+        items = step.targets if reads_fused_head(self._trainer) else step.items
+        divisor = _divisor(items, self._trainer.args.device)
+        self._trial.run(step.row, model, self._loss_of_model)
+        self._means.begin("eval")
+        with noted(self._engine.whole_model.planning, step):
+            for micro_batch in self._engine.forward_micro_batches(step, model):
+                step.add(self._forward(model, micro_batch, divisor))
+        loss = step.final_loss
+        self._raise_noted()
+        if self._notes_figures:
+            self._means.end_evaluating(_targets_in_order(step))
+        self._router.note("eval")
+        self._sum.add(loss, items)
+        return loss, None, None
+
+    def _predict_tokens(
+        self, tokens: TokenPredictions, model: nn.Module, batch: Any
+    ) -> Prediction:
+        """Return loss, a scalar, predictions and labels of a padded batch."""
+
+        def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
+            return self._forward(model, micro_batch, divisor)
+
+        found, loss, step = tokens.predict(batch, forward)
+        if not found.has_labels:
+            return None, found.predictions, None
+        self._trial.run(
+            without_metrics(step.row),
+            model,
+            loss_of_model(self._engine.whole_model, **self._options),
+        )
+        self._raise_noted()
+        self._sum.add(loss, step.targets)
+        return loss if found.loss is None else found.loss, found.predictions, found.labels
+
+    def _forward(
+        self, model: nn.Module, micro_batch: Inputs, divisor: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the loss of a micro-batch, a scalar without gradients. divisor: a scalar."""
+        trainer = self._trainer
+        with (
+            torch.no_grad(),
+            self._on_part(micro_batch),
+            trainer.compute_loss_context_manager(),
+        ):
+            loss: torch.Tensor = trainer.compute_loss(
+                model, trainer._prepare_inputs(micro_batch), num_items_in_batch=divisor
+            )
+        return loss
+
+    def evaluated(self, output: Any, name: str) -> Any:
+        """Return the output with the mean loss over all targets. Collective over the world."""
+        self._means.end_evaluation()
+        loss = self._sum.mean(self._engine.communicator)
+        return output._replace(metrics=output.metrics | {name: loss})
+
+
+def _targets_in_order(step: Step) -> list[int]:
+    """Return all ranks' targets of each micro-batch, in the order of their losses."""
+    assert isinstance(step, RankMicroBatches), "a stage of a model has no compute_loss of its own"
+    return step.targets_of(step.ran)
+
+
+def _divisor(targets: int, device: torch.device) -> torch.Tensor:
+    """Return a loss's divisor, a scalar filled on the device: a copy would wait."""
+    return torch.full((), max(targets, 1), device=device)

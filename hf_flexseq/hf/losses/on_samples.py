@@ -1,0 +1,362 @@
+"""A loss that the trainer computes itself, on its own batches, on the rank that drew them: that of
+TRL's DPOTrainer, for example, or a `compute_loss` of the user's.
+
+`LossOnSamples.run_step` runs a step:
+
+1. batches         of the whole step, prepared as the trainer prepares them (GRPO generates here)
+2. one plan        of all their sequences, over all ranks
+3. the reference   and whatever else is asked without gradients, forward only
+4. first pass      of the trained model, forward only but for its last micro-batch
+5. the loss        the trainer's own `training_step`, batch by batch; where it calls a model, it
+                   gets the results of 3 and 4, and its backward ends at them
+6. second pass     with the gradients of 5 as weights
+
+Where these gradients are known beforehand (`known_weights.py`), one pass does for 4 and 6, and 5
+shows that they were right. Otherwise the gradients of the step are dropped, and 6 follows.
+
+GRPO asks for the reference when it generates, and gets results that round otherwise than on the
+plan of the step. Where policy and reference are the same, its KL term would have gradients of this
+difference instead of 0, of which AdamW makes whole steps. So 3 computes the reference anew as long
+as both give the same bits on one plan.
+
+In an evaluation, and where a loss asks for something that was not foreseen, a call is planned and
+run when it comes (`answers.py`).
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import Trainer
+
+from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.engine.sum_trial import SumTrial
+from hf_flexseq.hf.engine.two_sequences import ITEMS
+from hf_flexseq.hf.losses.answers import POLICY, REFERENCE, Answers
+from hf_flexseq.hf.losses.batch_losses import BatchLosses
+from hf_flexseq.hf.losses.divergences import Divergences
+from hf_flexseq.hf.losses.drawing import Drawing
+from hf_flexseq.hf.losses.heads import Head, head_of
+from hf_flexseq.hf.losses.known_weights import SumOverTokens
+from hf_flexseq.hf.losses.predictions import TokenPredictions
+from hf_flexseq.hf.losses.reference import attached_reference, reference_of
+from hf_flexseq.hf.losses.step_loss import (
+    Prediction,
+    RunStep,
+    StepLoss,
+    StockPrediction,
+    StockPreparation,
+)
+from hf_flexseq.hf.losses.trainers import Foreseen
+from hf_flexseq.hf.model.facts import base_model
+from hf_flexseq.hf.model.loss_kinds import rolls_out
+from hf_flexseq.steps.calls import ModelCall
+from hf_flexseq.steps.figure_passes import FigurePasses, difference_of
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns
+from hf_flexseq.steps.training_mode import in_training_mode
+
+logger = logging.getLogger(__name__)
+
+# of GRPO's batches: log-probabilities by the reference, [samples, tokens of completions]
+_OF_REFERENCE = "ref_per_token_logps"
+
+
+class LossOnSamples(StepLoss):
+    """Lets the trainer compute its loss on its own batches, from planned figures."""
+
+    lockstep = False  # the loss runs between the passes
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
+        super().__init__(trainer, engine)
+        self._head: Head = head_of(trainer)
+        self.has_predictions = self._head.is_own  # TRL's own heads give no logits
+        self.drawing = Drawing(trainer, engine, self._head)
+        self.answers = Answers(trainer, engine, self._head)
+        self._is_attached = False
+        self._equals_reference = True  # unless a step has shown otherwise; alike on all ranks
+        self._trial = SumTrial(lambda: trainer.model, engine.communicator.cpu_group)
+        self._sum = SumOverTokens() if self._head.is_own else None
+
+    def check_loader(self, dataloader: Any) -> None:
+        """Raise ValueError for ranks with different numbers of batches. Collective."""
+        self.drawing.check_loader(dataloader)
+
+    # ---- the model
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Surround training or an evaluation, inside the engine's `attached`; no-op if nested."""
+        if self._is_attached:
+            yield
+            return
+        self._is_attached = self._equals_reference = True
+        policy = base_model(self._trainer.model)
+        self.answers.begin()
+        hooks = self._head.attach()
+        self._trial.look(self._engine.whole_model)
+        try:
+            with ExitStack() as attached:
+                reference = getattr(self._trainer, "ref_model", None)
+                takes_images = self._engine.whole_model.takes_images
+                attached.enter_context(
+                    attached_reference(reference, policy, takes_images=takes_images)
+                )
+                if isinstance(self._head, Divergences):
+                    answer = self.answers.answer_of_policy
+                    attached.enter_context(self._head.attached(self._engine.whole_model, answer))
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._is_attached = False
+            self.drawing.clear()
+            self.answers.clear()
+
+    # ---- training
+
+    def next_batches(
+        self, iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | None]:
+        """Return the next step's batches and the Trainer's count of targets. Collective."""
+        number = self._trainer.state.global_step
+        batches = self.drawing.next_batches(iterator, num_batches, first_number=number)
+        return batches, self._trainer._get_num_items_in_batch(batches, device)
+
+    def prepare(self, batch: Any, stock_preparation: StockPreparation) -> Any:
+        """Return a prepared batch; samples are made with the model's own attention."""
+        if not rolls_out(self._trainer):
+            return stock_preparation(batch)
+        with self.answers.pausing(True), self._engine.whole_model.attention.own():
+            return stock_preparation(batch)
+
+    def run_step(self, model: nn.Module, batch: Any, items: Any, run: RunStep) -> torch.Tensor:
+        """Run the step whose batches have come with its last one. Collective over the world."""
+        if not self.drawing.is_complete(batch):
+            return torch.zeros((), device=self._trainer.args.device)
+        began = time.perf_counter()
+        with in_training_mode(model), self._timed_since(began):
+            # 1., 2. batches, and one plan for all of them
+            batches = self.drawing.prepared_batches()
+            foreseen = self.drawing.foreseen(batches)
+            calls = [own.policy for own in foreseen]
+            step = self.drawing.planned_step(calls)
+            losses = BatchLosses(self._trainer, self._head, self.answers, model, batches, calls)
+            with self._engine.whole_model.attention.planned():
+                # 3. whatever is asked without gradients, before the first pass keeps a graph
+                self._try_model(step, model)
+                self._foresee(step, model, foreseen)
+                reference = self._renew_reference(step, model, batches, calls)
+                # 4. to 6.
+                with self._engine.passes(step, model, is_last=self._is_last_step) as before_last:
+                    passes = FigurePasses(step, losses, before_last)
+                    weights = self._known_weights(step, losses, items)
+                    if weights is None:
+                        figures = passes.first()
+                    else:
+                        figures = passes.only(weights)
+                    if reference:
+                        self._compare(reference, figures)
+                    self._compute(losses, figures, items, run)
+                    gradients = losses.gradients(figures)
+                    if weights is None:
+                        passes.second(figures, gradients)
+                        self._learn(gradients, losses, items)
+                    elif self._is_other(weights, gradients, losses):
+                        losses.drop_gradients()
+                        passes.second(figures, gradients)
+                    step.loss = losses.total
+        self.answers.clear()
+        self._engine.finish(step)
+        return losses.logged
+
+    def _known_weights(
+        self, step: RankMicroBatches, losses: BatchLosses, items: Any
+    ) -> Columns | None:
+        """Return the loss's gradients, each [tokens, ...] on the CPU, if they are known before, or
+        None, on all ranks alike. items: the Trainer's count of targets."""
+        if isinstance(self._head, Divergences):
+            return self._head.weights(losses.batches, losses.calls)
+        # DeepSpeed keeps gradients of its own, which nobody can drop
+        kind = self._trainer.accelerator.distributed_type
+        if self._sum is None or step.images is not None or kind == DistributedType.DEEPSPEED:
+            return None
+        return self._sum.weights(losses.calls, items)
+
+    def _compute(self, losses: BatchLosses, figures: Columns, items: Any, run: RunStep) -> None:
+        """Compute the losses of a step. Collective over the world for code of the user's, whose
+        errors on one rank are raised on all."""
+        if not self._head.is_own:
+            losses.compute(figures, items, run, self.drawing.loader_state)
+            return
+        with ErrorCapture() as computing:
+            losses.compute(figures, items, run, self.drawing.loader_state)
+        gather = self._engine.communicator.cpu_group.gather_values
+        computing.raise_on_all_ranks(gather, "computing the loss")
+
+    def _learn(self, gradients: Columns, losses: BatchLosses, items: Any) -> None:
+        """Learn from a step of two passes whether later ones can take one. Collective over the
+        world."""
+        cpu_group = self._engine.communicator.cpu_group
+        if self._sum is not None and self._sum.learn(gradients, losses, items, cpu_group):
+            self._warn_of_ranks(self._sum)
+
+    def _is_other(self, weights: Columns, gradients: Columns, losses: BatchLosses) -> bool:
+        """Tell if the loss of any rank has other gradients than the weights that were known, and
+        take two passes for all steps to come. Collective over the world. Raises RuntimeError where
+        the step's gradients cannot be dropped."""
+        found = difference_of(weights, gradients)
+        if losses.has_term:
+            found = "has a term of parameters"
+        cpu_group = self._engine.communicator.cpu_group
+        of_ranks = cpu_group.gather_values((found, losses.had_gradients))
+        reasons = [reason for reason, _ in of_ranks if reason is not None]
+        if not reasons:
+            return False
+        what = f"the loss of {type(self._trainer).__name__} {reasons[0]}"
+        if self._sum is None or any(had for _, had in of_ranks):
+            raise RuntimeError(
+                f"{what}: it is not the sum over tokens that it was taken for, and gradients of "
+                "the step cannot be taken back"
+            )
+        self._sum.refute()
+        if self._trainer.is_world_process_zero():
+            logger.info("%s, other than in earlier steps: steps take two passes now", what)
+        return True
+
+    def _warn_of_ranks(self, found: SumOverTokens) -> None:
+        """Warn if a loss lacks what makes up for the mean over ranks."""
+        ranks = self._trainer.accelerator.num_processes
+        if ranks == 1 or not found.is_plain or not self._trainer.is_world_process_zero():
+            return
+        logger.warning(
+            "the loss of %s is next-token loss without a factor, so loss and gradients are "
+            "divided by the %d ranks, as under the plain Trainer. Unless you mean it, return loss "
+            "* self.accelerator.num_processes, as Trainer.compute_loss does",
+            *(type(self._trainer).__name__, ranks),
+        )
+
+    def _compare(self, reference: Columns, figures: Columns) -> None:
+        """Note whether policy and reference give the same bits. Collective over the world."""
+        same = torch.equal(figures["log_probs"], reference["log_probs"])
+        of_ranks = self._engine.communicator.cpu_group.gather_ints([int(same)])
+        self._equals_reference = all(of_rank[0] for of_rank in of_ranks)
+
+    def _try_model(self, step: RankMicroBatches, model: nn.Module) -> None:
+        """Refuse code of the user's in the model that mixes sequences. Collective over the
+        world."""
+        if isinstance(self._head, Divergences):  # whose figures are of two models
+            return
+        head, trainer = self._head, self._trainer
+
+        def squares(wrapped: nn.Module, inputs: Inputs) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                found = head.forward(wrapped, inputs)
+            of_tokens = [value for name, value in found.items() if name not in head.totals]
+            return torch.stack([value.double().square().sum() for value in of_tokens]).sum()
+
+        def next_token_loss(wrapped: nn.Module, inputs: Inputs) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                return -head.forward(wrapped, inputs)["log_probs"].sum() / ITEMS
+
+        compared = next_token_loss if head.is_own else None
+        self._trial.run(step.row, model, squares, pads=False, next_token_loss=compared)
+
+    @contextmanager
+    def _timed_since(self, began: float) -> Iterator[None]:
+        """Surround a step: TRL's logged seconds become those of the whole step."""
+        logged = len(self._logged_seconds())
+        yield
+        seconds = self._logged_seconds()
+        if len(seconds) > logged:
+            seconds[-1] = time.perf_counter() - began
+
+    def _logged_seconds(self) -> list[float]:
+        """Return the seconds of steps that TRL is to log, which may be changed."""
+        of_training = getattr(self._trainer, "_metrics", {}).get("train", {})
+        seconds: list[float] = of_training.get("step_time", [])
+        return seconds
+
+    def _foresee(
+        self, step: RankMicroBatches, model: nn.Module, calls: Sequence[Foreseen]
+    ) -> None:
+        """Compute what the loss will ask for without gradients. Collective over the world."""
+        others = [own.others for own in calls if own.others is not None]
+        others_step = None
+        if others:
+            others_step = self._engine.step_of(
+                self._engine.whole_model.rows_of(others), number=step.number, forward_only=True
+            )
+            self.answers.run(others_step, model, POLICY, others)
+        if not calls[0].wants_reference:
+            return
+        with reference_of(self._trainer, model) as reference:
+            self.answers.run(step, reference, REFERENCE, [own.policy for own in calls])
+            if others_step is not None:
+                self.answers.run(others_step, reference, REFERENCE, others)
+
+    def _renew_reference(
+        self,
+        step: RankMicroBatches,
+        model: nn.Module,
+        batches: Sequence[Any],
+        calls: list[ModelCall],
+    ) -> Columns:
+        """Put the reference's log-probabilities on the step's plan into GRPO's batches. Return the
+        figures of all drawn tokens, each [tokens] on the CPU; none for other trainers, or where
+        policy and reference are known to differ. Collective over the world."""
+        if not self._equals_reference or _OF_REFERENCE not in batches[0]:
+            return {}
+        with reference_of(self._trainer, model) as reference:
+            figures = self.answers.figures(step, reference)
+        parts = self.answers.split(figures, calls)
+        for batch, call, own in zip(batches, calls, parts, strict=True):
+            length = batch[_OF_REFERENCE].shape[1]
+            batch[_OF_REFERENCE] = self._head.answer(call, own, {}).log_probs[:, -length:]
+        return figures
+
+    # ---- evaluation
+
+    def _evaluation_loader(self, dataloader: Any) -> Any:
+        self.check_loader(dataloader)
+        return dataloader
+
+    def predict(
+        self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
+    ) -> Prediction:
+        """Return the Trainer's own result on planned figures. Collective over the world."""
+        predicts = self._tokens is not None
+        names = self._trainer.label_names
+        if self._tokens is not None and not all(batch.get(name) is not None for name in names):
+            return None, *self._predict_tokens(self._tokens, model, batch)
+        given = batch
+        with ExitStack() as answered:
+            answered.enter_context(self.answers.answering(model))
+            if self.has_predictions:
+                batch = self._trainer._prepare_inputs(batch)
+                given = {**batch}  # from which a loss may take labels
+                answered.enter_context(self.answers.on_batch(given))
+            found = stock(self._trainer.model, given, loss_only or predicts)
+        if self._tokens is None:
+            return found
+        return found[0], *self._predict_tokens(self._tokens, model, batch)
+
+    def _predict_tokens(
+        self, tokens: TokenPredictions, model: nn.Module, batch: Any
+    ) -> tuple[Any, Any]:
+        """Return what was predicted of the tokens of a padded batch, and its labels."""
+
+        def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
+            with self._trainer.compute_loss_context_manager():
+                loss: torch.Tensor = model(**micro_batch, use_cache=False).loss
+            return loss
+
+        found, _, _ = tokens.predict(batch, forward)
+        return found.predictions, found.labels

@@ -1,0 +1,314 @@
+"""Predictions of causal language models: results of `preprocess_logits_for_metrics`, gathered
+on the source ranks.
+
+The plain Trainer has logits [B, S, V] of a padded batch on the rank that drew it. Here
+
+1. a batch        is collated as the plain Trainer would, with its padding
+2. its tokens     are planned and dispatched, with its labels
+3. the head       shows its logits a chunk of tokens at a time; the user's function gets logits
+                  [1, chunk, V] and labels [1, chunk], and returns a few values for each token
+4. these values   are gathered into the places of the batch's tokens; padding is -100
+
+and everything after that is the Trainer's own loop. Whole vocabularies of logits, above all, are
+refused before (`refusals/predictions.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.model.facts import base_model
+from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.loss_kinds import has_own_loss
+from hf_flexseq.hf.model.router import TOTALS
+from hf_flexseq.hf.refusals.predictions import as_given, value_parts
+from hf_flexseq.kernels.chunked_loss import chunk_rows
+from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.steps.calls import READ, ModelCall, images_in, types_in
+from hf_flexseq.steps.figure_passes import figures_of
+from hf_flexseq.steps.inputs import Inputs
+from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.source_row import Columns, SourceRow
+
+# Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
+Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]
+
+# Makes the rows of calls of the model.
+RowsOf = Callable[[Sequence[ModelCall]], Iterator[dict[str, Any]]]
+
+# Columns besides the shifted labels: labels as the batch has them, and the targets of all samples.
+_LABELS = "labels_for_metrics_"
+_TARGETS = "targets_for_metrics"
+_LOSS = "loss"
+_PREDICTION = "prediction_"
+
+
+class TokenPredictions:
+    """Predicts the batches of one evaluation."""
+
+    def __init__(self, trainer: Any, engine: FlexSeqEngine) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._function = trainer.preprocess_logits_for_metrics
+        # on the source rank the Trainer's own step gives the loss of a batch
+        self._with_loss = "loss" in trainer.args.include_for_metrics and not has_own_loss(trainer)
+        self._chunked: ChunkedLoss | None = None
+        self._is_started = False
+
+    @contextmanager
+    def in_loop(self) -> Iterator[None]:
+        """Surround the Trainer's own loop, which is not to call the user's function again."""
+        self._trainer.preprocess_logits_for_metrics = None
+        try:
+            yield
+        finally:
+            self._trainer.preprocess_logits_for_metrics = self._function
+
+    def predict(
+        self, batch: Mapping[str, Any], forward: Forward
+    ) -> tuple["PredictedBatch", torch.Tensor, RankMicroBatches]:
+        """Return predictions, loss, a scalar, and step of a padded batch. Collective."""
+        if not self._is_started:  # the engine has attached it by now, where the model is suitable
+            self._chunked = attach_chunked_loss(base_model(self._trainer.model))
+            self._is_started = True
+        takes_images = self._engine.whole_model.takes_images
+        predicted = PredictedBatch(self._trainer, batch, takes_images=takes_images)
+        step = self._engine.step_of(
+            predicted.rows(self._engine.whole_model.rows_of, with_loss=self._with_loss),
+            number=self._trainer.state.global_step,
+            forward_only=True,
+        )
+        loss = self._run(predicted, step, forward)
+        return predicted, loss, step
+
+    def _run(
+        self, predicted: "PredictedBatch", step: RankMicroBatches, forward: Forward
+    ) -> torch.Tensor:
+        """Run a step's micro-batches, take their findings, and return the loss, a scalar."""
+        device = self._trainer.args.device
+        targets = torch.full((), max(step.targets, 1), device=device)
+        model = base_model(self._trainer.model)
+        router = self._engine.whole_model.router
+        losses = []
+        several = []
+
+        def read(inputs: Inputs) -> Columns:
+            inputs, labels = _without_labels(inputs)
+            targets_for_loss = inputs.pop(_TARGETS) if self._with_loss else None
+            reader = _Reader(self._function, labels, targets_for_loss)
+            sums: Columns = {}
+            with ExitStack() as surrounded:
+                surrounded.enter_context(reader.of(model, self._chunked))
+                if router is not None:
+                    sums = surrounded.enter_context(router.noting())
+                losses.append(forward(inputs, targets))
+            several.append(reader.is_several)
+            return reader.figures(inputs["input_ids"].shape[1]) | sums
+
+        figures = figures_of(step, read, TOTALS)
+        predicted.take(figures, is_several=several[0])
+        loss = torch.stack(losses).sum()
+        if router is not None:
+            loss = loss + router.weighted(figures).to(device)
+        return loss
+
+
+def _without_labels(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
+    """Return what the model is called with, and the labels [1, tokens] for the user's function."""
+    own, labels = {}, []
+    for name, value in inputs.items():
+        if name.startswith(_LABELS):
+            labels.append(value)
+        else:
+            own[name] = value
+    return own, labels
+
+
+def without_metrics(row: SourceRow) -> SourceRow:
+    """Return a row of `PredictedBatch` with the columns alone that a model is called with."""
+    columns, _ = _without_labels(row.columns)
+    columns.pop(_TARGETS, None)
+    return replace(row, columns=columns)
+
+
+class PredictedBatch:
+    """A padded batch, and what was predicted of its tokens."""
+
+    def __init__(self, trainer: Any, batch: Mapping[str, Any], *, takes_images: bool) -> None:
+        """takes_images: True for a model whose tokens have types because of its images.
+
+        Raises ValueError for an unpadded batch, or columns without one value per token that are
+        not of images."""
+        ids = batch.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "lengths" in batch:
+            raise ValueError(
+                "compute_metrics and predict() want padded batches [batch, tokens] with "
+                "input_ids: leave get_eval_dataloader and get_test_dataloader to the Trainer"
+            )
+        images = images_in(batch)
+        for name, value in batch.items():
+            if value is None or name in images:
+                continue
+            if getattr(value, "shape", None) != ids.shape:
+                raise ValueError(
+                    f"column {name!r} of a batch is not one value for each of its tokens "
+                    f"{tuple(ids.shape)}: drop the column, or set remove_unused_columns=True"
+                )
+        self._trainer = trainer
+        self._batch = {name: value for name, value in batch.items() if value is not None}
+        self._call = ModelCall(
+            ids,
+            self._batch.get("attention_mask"),
+            self._batch.get("labels"),
+            shift_labels=self._batch.get("shift_labels"),
+            positions=self._batch.get("position_ids"),
+            images=images,
+            types=types_in(batch) if takes_images else None,
+        )
+        names = trainer.label_names
+        self.has_labels = bool(names) and all(name in self._batch for name in names)
+        self.predictions: Any = None
+        """[B, S] or [B, S, few], or several such, on the trainer's device."""
+        self.loss: torch.Tensor | None = None
+        """The loss of this rank's samples as the Trainer has it, where a metric wants that."""
+
+    @property
+    def labels(self) -> Any:
+        """The labels as the Trainer passes them on, or None."""
+        if not self.has_labels:
+            return None
+        device = self._trainer.args.device
+        names = self._trainer.label_names
+        return as_given([to_device(self._batch[name], device) for name in names])
+
+    def rows(self, rows_of: RowsOf, *, with_loss: bool) -> Iterator[dict[str, Any]]:
+        """Yield the sequences of the batch as the engine takes them, with other columns, and no
+        targets in repeated samples. Raises as `rows_of`, which makes them of the model's calls.
+
+        with_loss: True if the loss of all samples is wanted.
+        """
+        call = self._call
+        targets = call.in_row(call.targets)  # [tokens]
+        call.targets[self._own_samples() :] = IGNORE_INDEX
+        known = {*READ, *call.images, *call.types}
+        for row in rows_of([call]):
+            for name, value in self._batch.items():
+                if name not in known:
+                    row[name] = call.in_row(value).unsqueeze(0)
+            if with_loss:
+                row[_TARGETS] = targets.unsqueeze(0)
+            if self.has_labels:
+                for index, name in enumerate(self._trainer.label_names):
+                    row[f"{_LABELS}{index}"] = call.in_row(self._batch[name]).unsqueeze(0)
+            yield row
+
+    def _own_samples(self) -> int:
+        """Return how many samples of the batch count: those after them were drawn already."""
+        samples = len(self._call.ids)
+        accelerator = self._trainer.accelerator
+        state = accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return samples
+        left = state.remainder - accelerator.process_index * samples
+        return int(min(max(left, 0), samples))
+
+    def take(self, figures: Columns, *, is_several: bool) -> None:
+        """Take what was found of the tokens, each [tokens, ...] on the CPU, where the batch has
+        them. Collective over the world where a metric wants the loss."""
+        device = self._trainer.args.device
+        found = []
+        for index in range(sum(name.startswith(_PREDICTION) for name in figures)):
+            values = to_device(figures[f"{_PREDICTION}{index}"], device)
+            found.append(self._padded(values))
+        self.predictions = tuple(found) if is_several else found[0]
+        if _LOSS in figures and self.has_labels:
+            items = self._trainer._get_num_items_in_batch([self._batch], device)
+            world_size = self._trainer.accelerator.num_processes
+            self.loss = figures[_LOSS].sum().to(device) / items * world_size
+
+    def _padded(self, values: torch.Tensor) -> torch.Tensor:
+        """Put values where the batch has their tokens, [tokens, ...] -> [B, S, ...]."""
+        mask = to_device(self._call.mask, values.device)
+        padding = IGNORE_INDEX if values.dtype.is_signed else 0
+        padded = values.new_full((*mask.shape, *values.shape[1:]), padding)
+        padded[mask] = values
+        return padded
+
+
+class _Reader:
+    """Sees the logits of one micro-batch, chunk by chunk, and keeps what is made of them."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        labels: Sequence[torch.Tensor],
+        targets: torch.Tensor | None,
+    ) -> None:
+        """labels: each [1, tokens]. targets: [1, tokens], shifted, if losses are wanted."""
+        self._function = function
+        self._labels = labels
+        self._targets = targets
+        self._chunks: list[Columns] = []  # each [rows, ...]
+        self._seen = 0  # tokens
+        self.is_several = False
+
+    def of(
+        self, model: PreTrainedModel, chunked: ChunkedLoss | None
+    ) -> AbstractContextManager[None]:
+        """Read logits of a model's calls inside the block. chunked: its chunked loss, if it has
+        one."""
+        return self._of_outputs(model) if chunked is None else chunked.reading(self.see)
+
+    @contextmanager
+    def _of_outputs(self, model: PreTrainedModel) -> Iterator[None]:
+        """Read the outputs of a model that keeps its own loss, and its whole logits."""
+        hook = model.register_forward_hook(self._see_outputs)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _see_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        logits = outputs.logits[0]  # [tokens, V]
+        for chunk in logits.split(chunk_rows(1, logits.shape[1], logits.dtype.itemsize)):
+            self.see(chunk)
+
+    def see(self, logits: torch.Tensor) -> None:
+        """Take the next logits [rows, V]."""
+        if torch.is_autocast_enabled(logits.device.type) and logits.dtype.itemsize == 2:
+            logits = logits.float()  # as accelerate casts what the model returns
+        chunk = slice(self._seen, self._seen + len(logits))
+        labels = [own[:, chunk] for own in self._labels]  # each [1, rows]
+        result = self._function(logits.unsqueeze(0), as_given(labels))
+        parts, self.is_several = value_parts(result, tokens=len(logits))
+        figures = {}
+        for index, part in enumerate(parts):
+            figures[f"{_PREDICTION}{index}"] = part.squeeze(0)  # [1, rows, ...] -> [rows, ...]
+        if self._targets is not None:
+            targets = self._targets[0, chunk]
+            wide = logits.float() if logits.dtype.itemsize == 2 else logits
+            figures[_LOSS] = F.cross_entropy(
+                wide, targets, ignore_index=IGNORE_INDEX, reduction="none"
+            )
+        self._chunks.append(figures)
+        self._seen += len(logits)
+
+    def figures(self, tokens: int) -> Columns:
+        """Return what was made of all tokens, each [tokens, ...]."""
+        if self._seen != tokens:
+            raise NotImplementedError(
+                f"compute_loss showed logits of {self._seen} tokens where a micro-batch has "
+                f"{tokens}: with compute_metrics or predict() it must call the model once"
+            )
+        found = {}
+        for name in self._chunks[0]:
+            found[name] = torch.cat([own[name] for own in self._chunks])
+        return found

@@ -1,0 +1,134 @@
+"""Watch what code of the user's does with the labels of a micro-batch, and with gradients that are
+not those of a whole step yet.
+
+A micro-batch has parts of samples in one row, and its labels are shifted already: `labels` and
+`shift_labels` are one tensor, and the model reads the second. A hook on the model may change them,
+which would give another loss in silence. Each of these changes raises a NotImplementedError that
+says what to change.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_flexseq.base.values import listed
+from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.distributed.transport import CpuGroup
+from hf_flexseq.hf.model.facts import base_model
+from hf_flexseq.steps.inputs import LABELS, Inputs
+from hf_flexseq.steps.users_code import users_methods
+
+
+class LabelGuard:
+    """Refuses calls of a trainer's model on a micro-batch with other labels than its own."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self._noted: NotImplementedError | None = None
+        self._who = f"{type(trainer).__name__} or a hook"
+
+    def raise_together(self, cpu_group: CpuGroup) -> None:
+        """Raise what was noted on any rank, on all of them. Collective over the world."""
+        with ErrorCapture() as watching:
+            if self._noted is not None:
+                raise self._noted
+        self._noted = None
+        watching.raise_on_all_ranks(cpu_group.gather_values, "running a micro-batch")
+
+    @contextmanager
+    def of(self, micro_batch: Inputs) -> Iterator[None]:
+        """Refuse calls of the model inside the block without labels; note changed ones, maybe of
+        one rank, for `raise_together`."""
+        targets: torch.Tensor = micro_batch[LABELS[0]]  # [1, tokens]
+        version = targets._version
+
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if kwargs.get("labels") is None or kwargs.get("seq_ctx") is None:
+                raise NotImplementedError(
+                    f"{self._who} calls the model without the labels or the seq_ctx of a "
+                    "micro-batch, which has parts of samples: pass all inputs on"
+                )
+            is_same = targets._version == version
+            if not is_same or not all(_equals(kwargs.get(name), targets) for name in LABELS):
+                self._noted = NotImplementedError(
+                    f"{self._who} changes the labels of a micro-batch, which are shifted and "
+                    "parts of samples: change them in the dataset or in the data_collator"
+                )
+
+        hook = base_model(self._trainer.model).register_forward_pre_hook(check, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+@contextmanager
+def no_gradients_yet(trainer: Trainer, model: nn.Module) -> Iterator[None]:
+    """Refuse changes of gradients by a user's `training_step` inside the block, before all
+    backwards of a step."""
+    methods = users_methods(trainer, ("training_step",))
+    if not methods:
+        yield
+        return
+    empty = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+    for parameter in empty:
+        parameter.grad = torch.zeros_like(parameter)
+    before = _versions(model)
+    try:
+        yield
+        if before != _versions(model):
+            raise changed_gradients(methods)
+    finally:
+        for parameter in empty:
+            parameter.grad = None
+
+
+def changed_gradients(methods: list[str]) -> NotImplementedError:
+    """Return the refusal of gradients that some methods have changed."""
+    return NotImplementedError(
+        f"{listed(methods)} changes gradients before those of the step are complete: change them "
+        "in the callback event on_pre_optimizer_step"
+    )
+
+
+class StepInFront:
+    """Watches a user's `training_step` before the mixin: gradients come with the last batch."""
+
+    def __init__(self, trainer: Trainer, mixin: type) -> None:
+        """mixin: the class that a `training_step` may stand in front of."""
+        classes = type(trainer).__mro__
+        before = classes[: classes.index(mixin)]
+        self._is_watched = any("training_step" in vars(cls) for cls in before)
+        self._methods = users_methods(trainer, ("training_step",))
+        self._after_step: list[Any] | None = None
+
+    def note(self, model: nn.Module, accumulation: int) -> None:
+        """Note the gradients of a step; one batch alone is as under the plain Trainer."""
+        if self._is_watched and accumulation > 1:
+            self._after_step = _versions(model)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise NotImplementedError if gradients have changed since then."""
+        noted, self._after_step = self._after_step, None
+        if noted is not None and noted != _versions(model):
+            raise changed_gradients(self._methods)
+
+
+def _equals(given: torch.Tensor | None, targets: torch.Tensor) -> bool:
+    """Tell if labels that the model is given are the targets [1, tokens] of its micro-batch."""
+    if given is None or given.shape != targets.shape:
+        return False
+    return given is targets or torch.equal(given.to(targets.device), targets)
+
+
+def _versions(model: nn.Module) -> list[Any]:
+    """Return identity and version of each gradient, which change with it."""
+    found: list[Any] = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        found.append(None if gradient is None else (id(gradient), gradient._version))
+    return found

@@ -1,0 +1,279 @@
+"""What is attached to a whole model while it runs planned steps.
+
+| attached | by |
+|---|---|
+| attention of the plan's groups | `attention.py`, registered with transformers |
+| a count of its calls in every forward | `model/call_count.py` |
+| loss in chunks, inside the head's own call | `model/loss.py` |
+| positions and lengths of whole sequences | `model/positions.py` |
+| recurrent layers over a sequence's ranks | `model/recurrent.py` |
+| Liger's norms, MLPs and rotary embeddings, if asked for | `model/liger.py` |
+| MLPs and norms compiled, if asked for | `compiled_regions.py` |
+| NEFTune's noise on embedded tokens, if asked for | `model/neftune.py` |
+| embeddings of PEFT's virtual tokens | `model/prompts.py` |
+| AdaLoRA's term, once in a step | `adapters.py` |
+| router loss of the whole step | `model/router.py` |
+| gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
+| features of images | `model/vision.py` |
+| layers that obey a micro-batch's choice for memory | `model/layer_memory.py` |
+| checkpointing that is never reentrant | `model/reentrant_checkpointing.py` |
+| MLPs in tiles, from the first plan that has them on | `tiles.py` |
+| DDP buckets with early reduction | `model/buckets.py` |
+
+A call without `seq_ctx` is outside of planned steps, for example when a callback generates a
+sample. Such a call uses the model's own attention and loss (`AttentionByCall`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_flexseq.hf.model.adapters import term_of_step
+from hf_flexseq.hf.model.attention import NAME
+from hf_flexseq.hf.model.buckets import early_buckets
+from hf_flexseq.hf.model.call_count import counted_calls
+from hf_flexseq.hf.model.compiled_regions import compiled_regions
+from hf_flexseq.hf.model.experts import right_gradients
+from hf_flexseq.hf.model.image_masks import layers_told_causal
+from hf_flexseq.hf.model.layer_memory import LayerMemory
+from hf_flexseq.hf.model.liger import liger_kernels
+from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
+from hf_flexseq.hf.model.neftune import EmbeddingNoise
+from hf_flexseq.hf.model.positions import attach_positions, needed_columns
+from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
+from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
+from hf_flexseq.hf.model.shared_prefixes import refuse_noise
+from hf_flexseq.hf.model.text_reader import TextReader, reader_of_text
+from hf_flexseq.hf.model.tiles import MlpTiles
+from hf_flexseq.hf.model.towers import attention_of_text
+from hf_flexseq.hf.model.vision import VisionModel
+from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
+from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
+from hf_flexseq.steps.forward_hooks import around_forward
+from hf_flexseq.steps.images import UnsupportedImages
+
+
+class AttentionByCall:
+    """Gives a model our attention in planned calls, which have `seq_ctx`, its own in all others.
+    These come between planned ones, to a trained model as well as to a reference."""
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self._base = base
+        self._own: str = base.config._attn_implementation
+        self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
+        self.in_others: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Returns what else surrounds a call without `seq_ctx`."""
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Look at all calls of the model inside the block."""
+        self._set(NAME)
+        with ExitStack() as attached:
+            for entry in {self._base, self._base.base_model}:  # and the decoder below the head
+                attached.enter_context(around_forward(entry, self._begin, self._end))
+            try:
+                yield
+            finally:
+                self._set(None)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Restore our attention for a planned call, the model's own for one without `seq_ctx`."""
+        if kwargs.get("seq_ctx") is not None:
+            self._end_interrupted()
+            self._set(NAME)
+        elif self._base.config._attn_implementation == NAME:
+            own = ExitStack()
+            own.enter_context(self.own())
+            own.enter_context(self.in_others())
+            self._other_call = (module, own)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        """Undo what `_begin` of the same module has done for a call without `seq_ctx`."""
+        if self._other_call is not None and self._other_call[0] is module:
+            _, own = self._other_call
+            self._other_call = None
+            own.close()
+
+    def _end_interrupted(self) -> None:
+        """Undo what `_begin` has done for a call that an interrupt has ended, such as Ctrl-C
+        in a generation: torch runs no hook after it. A planned call inside of another call is
+        given our attention by its caller."""
+        if self._other_call is not None and self._base.config._attn_implementation != NAME:
+            self._end(self._other_call[0], (), None)
+
+    def own(self) -> AbstractContextManager[None]:
+        """Restore the model's own attention inside a block, for generation."""
+        return self._chosen(None)
+
+    def planned(self) -> AbstractContextManager[None]:
+        """Use our attention inside a block, even within `own`."""
+        return self._chosen(NAME)
+
+    @contextmanager
+    def _chosen(self, name: str | None) -> Iterator[None]:
+        former = self._base.config._attn_implementation
+        self._set(name)
+        try:
+            yield
+        finally:
+            self._set(former)
+
+    def _set(self, name: str | None) -> None:
+        """Change the model's attention; None for its own, which the user may have changed."""
+        current = self._base.config._attn_implementation
+        if current != NAME:
+            self._own = current
+        name = name or self._own
+        if current != name:
+            self._base.set_attn_implementation(attention_of_text(self._base, name))
+
+
+@contextmanager
+def on_micro_batches(
+    model: PreTrainedModel, layers: Mapping[int, nn.Module] | None = None
+) -> Iterator[AttentionByCall]:
+    """Give a model our attention, recurrent layers and positions inside the block, for planned
+    calls. layers: of a stage, by number; None for a whole model."""
+    attention = AttentionByCall(model)
+    with (
+        attention.attached(),
+        attach_positions(model),
+        RecurrentFunctions(model).attached(),
+        layers_told_causal(model),
+        counted_calls(model, layers),
+    ):
+        yield attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """What a trainer has set for the models that it trains, besides the options of hf_flexseq."""
+
+    label_smoothing: float = 0.0
+    """As of transformers' `LabelSmoother`, in the loss in chunks."""
+
+    liger: Mapping[str, Any] | None = None
+    """Liger's norms, MLPs and rotary embeddings, as `liger_kernel_config` has them; None without
+    them."""
+
+    noise: tuple[float, int] | None = None
+    """alpha of NEFTune's noise on embedded tokens, and the seed of the run; None without noise."""
+
+    reason_as_set: str | None = None
+    """Why no plan may choose where activations are, in a few words; None if it may."""
+
+
+class AttachedModel:
+    """A model that runs planned steps until it is detached."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: PreTrainedModel,
+        accelerator: Accelerator,
+        layers: LayerMemory,
+        settings: ModelSettings,
+    ) -> None:
+        """model: may be a PEFT model, with `base` inside. layers: of `base`."""
+        self.base = base
+        self.layers = layers
+        with ExitStack() as attached:
+            attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
+            accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
+            self.attention = attached.enter_context(on_micro_batches(base))
+            """Attention of the model, of its own or ours."""
+            if settings.liger is not None:
+                attached.enter_context(liger_kernels(base, settings.liger))
+            attached.enter_context(compiled_regions(base, accelerator))
+            attached.enter_context(layers.attached())
+            self._checkpointing = NonReentrant(base)
+            attached.callback(self._checkpointing.restore)
+            attached.enter_context(right_gradients(base))
+            self.vision: VisionModel | None = None
+            """How the model takes images, if it does."""
+            self.text_reader: TextReader | None = None
+            """What refuses images where the model could take them elsewhere."""
+            try:
+                self.vision = VisionModel(base)
+            except UnsupportedImages as reason:
+                self.text_reader = reader_of_text(base.config, str(reason))
+            else:
+                attached.enter_context(self.vision.attached())
+            total: Total = chunked_cross_entropy_sum
+            if settings.label_smoothing:
+                total = partial(total, smoothing=settings.label_smoothing)
+            self._chunked_loss = attach_chunked_loss(model, total)
+            if self._chunked_loss is not None:
+                attached.callback(self._chunked_loss.detach)
+                self.attention.in_others = self._chunked_loss.disabled
+            self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
+            """Router loss, if the model computes one."""
+            if self.router is not None:
+                attached.callback(self.router.detach)
+            self.tiles = MlpTiles(base)
+            """What computes MLPs in tiles, once a plan asks for it."""
+            attached.callback(self.tiles.detach)
+            self.token_columns = needed_columns(base)
+            """Columns to dispatch with every token, besides those that were drawn."""
+            begin = base.base_model.register_forward_pre_hook(
+                self._begin_planned, with_kwargs=True, prepend=True
+            )
+            attached.callback(begin.remove)
+            if settings.noise is not None:
+                attached.callback(EmbeddingNoise(base).detach)
+            self.virtual_tokens = virtual_tokens_of(model)
+            """Virtual tokens that the model puts in front of each sequence."""
+            if self.virtual_tokens:
+                attached.callback(TrainedPrompt(model, base).detach)
+            if hasattr(model.base_model, "trainable_adapter_name"):  # of AdaLoRA
+                attached.callback(term_of_step(model))
+            for hook in refuse_noise(base):
+                attached.callback(hook.remove)
+            self._attached = attached.pop_all()  # what `detach` undoes, as does an error before
+
+    def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:
+        """Yield the sequences of all calls as one batch of the engine; nothing without any. Raises
+        NotImplementedError for types of tokens in a model that takes no images here, ValueError
+        where it is not known which images belong to which sequence."""
+        types = sorted({name for call in calls for name in call.types})
+        if types and self.vision is None:
+            raise NotImplementedError(
+                f"a loss calls the model with {types[0]}: {type(self.base).__name__} takes no "
+                "images here; leave the column out"
+            )
+        row = joined(calls, in_first_row if self.vision is None else self.vision.of_rows)
+        if row is not None:
+            yield row
+
+    @property
+    def keeps_own_loss(self) -> bool:
+        """True if the model computes its loss itself, of all logits at once."""
+        return self._chunked_loss is None
+
+    def detach(self) -> None:
+        """Restore the model's attention and loss, and accelerate's DDP handler."""
+        self._attached.close()
+
+    def _begin_planned(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Prepare a planned call of the decoder, which makes no cache unless asked for one."""
+        if kwargs.get("seq_ctx") is None:
+            return None
+        self._checkpointing.replace()
+        if kwargs.get("use_cache") is not None:
+            return None
+        # The Trainer's use_cache=False does not reach a text model with options of its own.
+        return args, {**kwargs, "use_cache": False}
+
+    def need_columns(self, names: Iterable[str]) -> None:
+        """Dispatch more columns, without duplicates, with every token from now on."""
+        self.token_columns = tuple(dict.fromkeys((*self.token_columns, *names)))

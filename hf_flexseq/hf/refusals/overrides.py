@@ -1,0 +1,151 @@
+"""Methods that a user may override on a trainer, and their treatment on planned steps.
+
+Every method of `Trainer` and of TRL's SFT, DPO and GRPO trainers has a rule here, or is called as
+the plain trainer calls it (`CALLED`); a test compares the lists with the classes. A method of the
+loss sees the trainer's own batches, as under the plain Trainer (`losses.py`).
+
+    CALLED      at the same places, with the same arguments, and its result is used
+    CHANGED     it is called, with a difference from the plain Trainer that the page names
+    REFUSED     it would not be called, or its result would be ignored: an error names it
+
+A table of docs/migrating.md is made of these rules (`scripts/pages/render.py`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from transformers import Trainer
+
+from hf_flexseq.base.refusals import raise_all
+from hf_flexseq.base.values import listed
+from hf_flexseq.base.versions import is_sharded_at_load
+from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS
+from hf_flexseq.steps.users_code import (
+    is_known,
+    users_backward_hooks,
+    users_method,
+    users_method_behind,
+    users_methods,
+)
+
+
+class Standing(Enum):
+    """Treatment of an override."""
+
+    CALLED = "honoured"
+    CHANGED = "honoured, with a difference"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Treatment of an override of some methods."""
+
+    names: tuple[str, ...]
+    """The methods."""
+
+    standing: Standing
+    """Treatment."""
+
+    why: str
+    """Difference, or reason of the refusal."""
+
+    instead: str = ""
+    """Advice: what the user can do instead."""
+
+
+RULES = (
+    Rule(
+        names=("get_batch_samples",),
+        standing=Standing.REFUSED,
+        why="batches are drawn, planned and dispatched before it would be called",
+        instead="change samples in the dataset, the sampler or the data_collator",
+    ),
+    Rule(
+        names=tuple(name for name in METHODS_OF_LOSS if name != "training_step"),
+        standing=Standing.CALLED,
+        why="on the trainer's own batches; the model's outputs have log-probabilities and "
+        "entropies instead of logits ([your own loss](objectives/own.md))",
+    ),
+    Rule(
+        names=("training_step",),
+        standing=Standing.CHANGED,
+        why="as the other methods of the loss; gradients are computed when the losses of all "
+        "batches of a step are known, so it sees none",
+        instead="change gradients in the callback event on_pre_optimizer_step",
+    ),
+    Rule(
+        names=("floating_point_ops", "_track_num_input_tokens"),
+        standing=Standing.CHANGED,
+        why="with next-token loss the last batch of a step has all tokens that the rank has drawn "
+        "for the step, without padding, and the previous batches are empty",
+    ),
+    Rule(
+        names=("evaluation_loop",),
+        standing=Standing.CHANGED,
+        why="with next-token loss its batches are planned steps, which only prediction_step can "
+        "run; the loss in its metrics is replaced by the mean over all target tokens",
+    ),
+    Rule(
+        names=("_get_per_token_logps_and_entropies",),
+        standing=Standing.CHANGED,
+        why="it gets a whole batch of samples instead of batch_size at a time",
+    ),
+)
+
+# Methods that are replaced for a model that `DistributedConfig` has sharded: an override
+# behind FlexSeqMixin is not called.
+OF_SHARDED_CHECKPOINTS = (
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
+
+
+def has_other_compute_loss(trainer: Any) -> bool:
+    """Tell if a trainer has another `compute_loss` than `Trainer`."""
+    return type(trainer).compute_loss is not Trainer.compute_loss
+
+
+def check_overrides(trainer: Any) -> None:
+    """Raise NotImplementedError for overrides of the user's that would be ignored."""
+    ignored = []
+    for rule in RULES:
+        if rule.standing is Standing.REFUSED:
+            for where in users_methods(trainer, rule.names):
+                ignored.append(f"{where} would be ignored, since {rule.why}: {rule.instead}")
+    if is_sharded_at_load(trainer):
+        for name in OF_SHARDED_CHECKPOINTS:
+            behind = users_method_behind(trainer, name)
+            if behind is not None:
+                ignored.append(
+                    f"{behind} would not be called for a model that DistributedConfig has "
+                    "sharded, whose checkpoints hf_flexseq writes and reads: remove it, or "
+                    "override the method in a subclass of FlexSeqTrainer or FlexSeqMixin"
+                )
+    raise_all([NotImplementedError(reason) for reason in ignored])
+
+
+def remarks(trainer: Any) -> Iterator[str]:
+    """Yield a line for each piece of users' code that gets other inputs and is not refused."""
+    where = users_method(trainer, "training_step")
+    if where is not None:
+        yield (
+            f"{where} sees no gradients: they are computed when the losses of all batches of a "
+            "step are known; change them in the callback event on_pre_optimizer_step"
+        )
+    hooks = list(users_backward_hooks(trainer.model))
+    if hooks:
+        yield (
+            f"{listed(hooks)}: a hook on the backward of a module sees the gradients of each "
+            "micro-batch of the plan, in which tokens of several samples share a row"
+        )
+    for callback in trainer.callback_handler.callbacks:
+        if not is_known(type(callback).on_substep_end):
+            yield (
+                f"{type(callback).__name__}.on_substep_end is called before the work of a step, "
+                "whose batches are planned together, and sees no gradients"
+            )

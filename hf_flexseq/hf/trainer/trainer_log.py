@@ -1,0 +1,61 @@
+"""What the log of a Trainer gets besides the Trainer's own entries.
+
+remarks        where code of the user's sees something else than under the plain Trainer, and
+               columns that are dropped
+figures        of the steps since the last entry, as means
+predictions    a warning if measured seconds are far from the predicted ones
+"""
+
+import logging
+from typing import Any
+
+from transformers import Trainer
+
+from hf_flexseq.hf.engine.dataset_checks import dropped_in
+from hf_flexseq.hf.refusals.overrides import remarks
+from hf_flexseq.steps.console import Predictions, beside_bars
+from hf_flexseq.steps.trace import LogFigures, logged_figures, plan_line
+
+# the name that users filter by (docs/start.md)
+logger = logging.getLogger("hf_flexseq.hf.trainer.trainer")
+
+
+class TrainerLog:
+    """Collects what the log of one trainer gets; rank 0 writes it."""
+
+    def __init__(self, trainer: Trainer, cost_model: str) -> None:
+        """cost_model: as in `FlexSeqArguments`."""
+        self._trainer: Any = trainer
+        self._said: set[str] = set()
+        self._figures: list[LogFigures] = []  # of the steps since the last entry
+        self._predictions = Predictions(cost_model)
+
+    def say_remarks(self) -> None:
+        """Log each remark on the user's code, and on columns that are dropped, once."""
+        if not self._trainer.is_world_process_zero():
+            return
+        for line in (*remarks(self._trainer), *dropped_in(self._trainer)):
+            if line not in self._said:
+                self._said.add(line)
+                logger.warning("%s", line)
+
+    def note(self, number: int, figures: LogFigures) -> None:
+        """Record the figures of a step for the next entry."""
+        self._figures.append(figures)
+        self._predictions.add(figures)
+        if self._trainer.is_world_process_zero() and logger.isEnabledFor(logging.INFO):
+            with beside_bars():
+                logger.info("step %d: %s", number, plan_line(figures))
+
+    def take_figures(self) -> LogFigures:
+        """Return the mean figures since the last entry, under their names in the log."""
+        means = logged_figures(self._figures)
+        self._figures.clear()
+        return means
+
+    def judge_predictions(self) -> None:
+        """Warn once if the steps since the last entry are far from their predictions."""
+        line = self._predictions.verdict()
+        if line is not None and self._trainer.is_world_process_zero():
+            with beside_bars():
+                logger.warning("%s", line)

@@ -1,0 +1,98 @@
+"""The dataloader of one training, as planned steps draw from it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.engine.loaders import LongestLoader, batches_on_host
+from hf_flexseq.hf.engine.lookahead import draws_in_place
+from hf_flexseq.hf.model.loss_kinds import rolls_out
+
+
+class EpochBatches:
+    """Bounds the iterators of a loader by its length.
+
+    The Trainer asks an iterator for that many batches and no more, while steps that are planned
+    ahead would ask until it ends. A loader may count its ends, as accelerate's do, and shuffle by
+    that count; those that the Trainer tells the epoch (`set_epoch`) shuffle by the epoch instead,
+    and are left alone. A chain of loaders does not get it.
+    """
+
+    def __init__(self, dataloader: Any) -> None:
+        self._length: int | None = None  # no bound
+        if not hasattr(dataloader, "set_epoch") and has_length(dataloader):
+            self._length = len(dataloader)
+        self._unbounded: Iterator[Any] | None = None
+        self._bounded: Iterator[Any] = iter(())
+
+    def of(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return the iterator that stands for `iterator`, the same one every time."""
+        if iterator is not self._unbounded:
+            self._unbounded = iterator
+            self._bounded = islice(iterator, self._length)
+        return self._bounded
+
+    def forget(self) -> None:
+        """Drop the last iterator, as the Trainer does at the end: this stops its workers. The
+        garbage collector may come too late for its queues, and wait 5 s for each worker."""
+        self._unbounded = None
+        self._bounded = iter(())
+
+
+class TrainingData:
+    """Keeps batches on the host until training ends, and bounds each epoch by the loader's length.
+    Without `even_batches` ranks draw different numbers of batches until the last one is done."""
+
+    def __init__(self, trainer: Trainer, engine: FlexSeqEngine, dataloader: Any) -> None:
+        self._trainer: Any = trainer
+        self._engine = engine
+        self._accumulation = trainer.args.gradient_accumulation_steps
+        self._has_drawn = False
+        self.loader = LongestLoader.over(dataloader, engine.communicator)
+        """The loader that the Trainer is to iterate over."""
+        self._epochs = EpochBatches(self.loader)
+
+    @classmethod
+    @contextmanager
+    def of(
+        cls, trainer: Trainer, engine: FlexSeqEngine, dataloader: Any
+    ) -> Iterator["TrainingData"]:
+        """Surround the training. Collective over the world when it begins."""
+        with batches_on_host(dataloader):
+            data = cls(trainer, engine, dataloader)
+            try:
+                yield data
+            finally:
+                data._epochs.forget()
+
+    def batches(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return the iterator that stands for `epoch_iterator`. Collective over the world."""
+        self.check_accumulation()
+        epoch = self._epochs.of(epoch_iterator)
+        if not self._has_drawn:
+            self._has_drawn = True
+            self._choose_lookahead()
+        return epoch
+
+    def check_accumulation(self) -> None:
+        """Raise ValueError if a callback has changed the accumulation during training."""
+        steps = self._trainer.args.gradient_accumulation_steps
+        if steps != self._accumulation:
+            raise ValueError(
+                f"gradient_accumulation_steps has changed from {self._accumulation} to {steps} "
+                "while training: set it before trainer.train()"
+            )
+
+    def _choose_lookahead(self) -> None:
+        """Draw steps ahead if that changes nothing. Collective over the world. By now callbacks
+        have seen the beginning of training."""
+        if self._engine.args.lookahead == 0 or rolls_out(self._trainer):
+            return
+        loader = self._trainer.callback_handler.train_dataloader
+        if draws_in_place(self._trainer, loader, self._engine.communicator):
+            self._engine.draw_in_place()
