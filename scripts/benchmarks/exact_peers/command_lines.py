@@ -35,7 +35,7 @@ from exact_peers.situations import (
 )
 
 ENVIRONMENTS = Path(__file__).resolve().parents[3] / "build/exact_peers"
-PACKAGES = {"ms_swift": "ms-swift", "axolotl": "axolotl"}
+PACKAGES = {"ms_swift": ("ms-swift", "qwen-vl-utils"), "axolotl": ("axolotl",)}
 SAVED_AT = 2  # step of the checkpoint from which a run resumes
 MODEL_TYPES = {  # ms-swift's names
     "Llama": "llama",
@@ -68,8 +68,8 @@ def python(stack: str) -> str:
     if not folder.exists():
         version = torch.__version__.partition("+")[0]
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for wanted in (f"torch=={version}", PACKAGES[stack]):
-            subprocess.run([program, "-m", "pip", "install", "-q", wanted], check=True)
+        for wanted in ([f"torch=={version}"], PACKAGES[stack]):
+            subprocess.run([program, "-m", "pip", "install", "-q", *wanted], check=True)
     return program
 
 
