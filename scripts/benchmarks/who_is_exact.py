@@ -58,6 +58,7 @@ STACKS = {
 NOWHERE = {("trainer", "all_ranks"): "the Trainer computes a sequence on one rank"}
 SAID = "who_is_exact: "  # before the first line of a message
 NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU|Gloo|flash.attention", re.IGNORECASE)
+MISSING = ("ModuleNotFoundError", "ImportError", "PackageNotFoundError")
 REFUSALS = ("ValueError", "NotImplementedError", "ValidationError")
 Arrays = Mapping[str, Any]  # weights by name
 EXACT = 2e-6  # of the update, in float32
@@ -177,7 +178,7 @@ def of_ranks(failure: str, seconds: float) -> Cell:
 
 def unfinished(kind: str, line: str) -> Cell:
     """Return the cell of a run that ended with an error of some class; line: its first one."""
-    if NEEDS_GPU.search(line):
+    if NEEDS_GPU.search(line) or kind in MISSING:
         return Cell("cannot run here", None, line)
     return Cell("refused" if kind in REFUSALS else "fails", None, f"{kind}: {line}")
 
@@ -209,9 +210,10 @@ def main() -> None:
     for stack in asked.stack:
         for row in asked.row:
             began = time.monotonic()
-            cells[row][stack] = cell(stack, row, asked.seconds)
-            took = time.monotonic() - began
-            print(f"{stack}, {row}: {cells[row][stack]}, {took:.0f} s", file=sys.stderr)
+            one = cells[row][stack] = cell(stack, row, asked.seconds)
+            took = f"({time.monotonic() - began:.0f} s)"
+            said = one.says if one.error is None else f"{one.error:.1e} {one.says}"
+            print(f"{stack}, {row}: {one.kind}, {said} {took}", file=sys.stderr, flush=True)
     print(page(cells))
     raw = {row: {s: one._asdict() for s, one in of.items()} for row, of in cells.items()}
     write_record(asked.json, raw)

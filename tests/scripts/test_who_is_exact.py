@@ -58,6 +58,7 @@ def test_a_factor_is_told_from_a_wrong_direction(benchmark):
     ("kind", "line", "shown", "note"),
     [
         ("ValueError", "no such mask", "*refused* [2]", "ValueError: no such mask"),
+        ("ImportError", "no kernels", "*cannot run here* [2]", "no kernels"),
         ("TypeError", "no", "*fails* [2]", "TypeError: no"),
         ("ValueError", "got MULTI_CPU.", "*cannot run here* [2]", "got MULTI_CPU."),
     ],
