@@ -236,7 +236,7 @@ def in_first_row(call: ModelCall) -> list[Images]:
     return [call.images, *({} for _ in call.lengths[1:])]
 
 
-_STATES = "; give the trainer's class flexseq_figures, which reads them (docs/objectives/own.md)"
+_STATES = "; give the trainer's class flexseq_figures, which reads them (docs/objectives.md)"
 _ADVICE = {
     "output_hidden_states": _STATES,
     "output_attentions": _STATES,

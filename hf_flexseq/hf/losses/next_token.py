@@ -3,7 +3,7 @@
 The Trainer's own `training_step` and `compute_loss` run on each micro-batch of the plan, wherever
 its tokens are, and get the target tokens of the whole step: one pass, and no figure of a token
 travels. Code of the user's in the loss sees the trainer's own batches instead
-(`objectives/on_samples.py`).
+(`on_samples.py`).
 """
 
 from collections.abc import Iterator

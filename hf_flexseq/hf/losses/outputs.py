@@ -57,7 +57,7 @@ def refusal_of(what: str) -> NotImplementedError:
         f"a loss asks for {what}, which stays where the plan has put its tokens: read loss, "
         "log_probs, entropy and label_mask [batch, tokens - 1], or give the trainer's class a "
         "method flexseq_figures(self, outputs, inputs) that makes a few values of each token "
-        "(docs/objectives/own.md)"
+        "(docs/objectives.md)"
     )
 
 

@@ -4,7 +4,7 @@ A trainer has one of two for good (`losses.py`):
 
     NextTokenLoss    a sum over tokens, on the micro-batches of a plan (`next_token.py`)
     LossOnSamples    the trainer's own, on its own batches, from figures of their tokens
-                     (`objectives/on_samples.py`)
+                     (`on_samples.py`)
 
 `FlexSeqMixin` asks its `StepLoss`, and never which of the two it has.
 """

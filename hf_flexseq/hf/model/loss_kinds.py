@@ -4,7 +4,7 @@ changed: TRL need not be installed.
     in place      next-token loss as `Trainer` and TRL's SFTTrainer have it, on the micro-batches
                   of a plan, wherever their tokens are (`next_token.py`)
     on samples    every other loss: by the trainer's own code, on its own batches, on the rank that
-                  drew them, from figures of their tokens (`objectives/`). TRL's DPO and its like,
+                  drew them, from figures of their tokens (`hf/losses/`). TRL's DPO and its like,
                   classifiers, and every trainer whose loss runs code of the user's
 """
 

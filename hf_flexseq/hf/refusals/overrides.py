@@ -67,7 +67,7 @@ RULES = (
         names=tuple(name for name in METHODS_OF_LOSS if name != "training_step"),
         standing=Standing.CALLED,
         why="on the trainer's own batches; the model's outputs have log-probabilities and "
-        "entropies instead of logits ([your own loss](objectives/own.md))",
+        "entropies instead of logits ([your own loss](objectives.md#a-loss-of-your-own))",
     ),
     Rule(
         names=("training_step",),

@@ -25,7 +25,7 @@ With `pipeline_parallel_size` above 1 the trainer's class becomes a subclass, wh
 names (`base/registry.py`).
 
 The loss of a step (`step_loss.py`) is computed on the micro-batches (`next_token.py`), or by the
-trainer's own code, on its own batches (`objectives/on_samples.py`). Data order, gradient
+trainer's own code, on its own batches (`hf/losses/on_samples.py`). Data order, gradient
 accumulation, clipping, schedules and saving stay the Trainer's own.
 """
 
