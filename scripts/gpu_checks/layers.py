@@ -31,6 +31,7 @@ from hf_flexseq.hf.model.liger import liger_kernels
 
 ROUNDS, WARM_UP = 4, 2
 WAYS = ("plain", "checkpointed", "compiled", "Liger")
+LIGER = "liger_kernel"
 # By kind of kernel, parts of their names; the first kind that fits is taken.
 KINDS = {
     "attention": ("flash", "fmha", "sdpa", "mha_"),
@@ -72,9 +73,6 @@ def layers_section(setting: Setting) -> Section:
         lines=table(columns, rows),
         holds=holds,
     )
-
-
-LIGER = "liger_kernel"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpu_checks.rates import drawn, median_s, synchronize
+from gpu_checks.rates import drawn, has_cudnn, median_s, synchronize
 from gpu_checks.report import Section, Setting, table
 from hf_flexseq.kernels import cudnn_long
 from hf_flexseq.kernels.choose import choose_kernel
@@ -42,7 +42,7 @@ def nccl_section(setting: Setting) -> Section:
     given = drawn([sizes["tokens"]], 32, 8, device)
     kernel = choose_kernel(device, torch.bfloat16, given.call.q.shape[2])
     calls = {kernel.name: lambda: kernel.forward(given.call)}
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+    if has_cudnn(device):
         calls["cuDNN"] = lambda: cudnn_long.forward(given.call)
     sent = torch.zeros(sizes["sent"], dtype=torch.bfloat16, device=device)
     received = torch.empty_like(sent)

@@ -131,7 +131,7 @@ def rates_section(setting: Setting) -> Section:
                 found = milliseconds(given, kernel.forward, kernel.backward)
                 cells.append(teraflops(lengths, heads, *found))
             columns[name] = cells
-    if _has_cudnn(device):
+    if has_cudnn(device):
         cells = []
         for lengths, heads, kv_heads in cases:
             if len(lengths) > 1:
@@ -181,8 +181,11 @@ def _active(name: str) -> Iterator[None]:
             restore_flash_attention_impl()
 
 
-def _has_cudnn(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def has_cudnn(device: torch.device) -> bool:
+    """Return whether cuDNN's dense operator is worth timing: on Hopper and newer GPUs."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= cudnn_long.GENERATION
 
 
 # ---- split
@@ -195,7 +198,7 @@ def split_section(setting: Setting) -> Section:
     lengths = list(SHORT["packs"][0] if setting.rehearse else LONG_TAIL)
     heads, kv_heads, _ = (SHORT["singles"] if setting.rehearse else SINGLES)[0]
     given = drawn(lengths, heads, kv_heads, device)
-    if _has_cudnn(device):
+    if has_cudnn(device):
         kernel.try_cudnn([cudnn_long.heads_of(given.call)], device)
     elif setting.rehearse:
         kernel = CANDIDATES["cpu"][0]  # it shares all calls
@@ -219,7 +222,7 @@ def split_section(setting: Setting) -> Section:
 def cudnn_section(setting: Setting) -> Section:
     """Time cuDNN on new lengths, and its front end on packs."""
     title = "cuDNN: new lengths, and packs"
-    if not _has_cudnn(setting.device):
+    if not has_cudnn(setting.device):
         return Section.not_run(title, "it needs a GPU of Hopper's generation or a newer one")
     rows = []
     holds = True

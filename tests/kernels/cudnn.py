@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 import torch.distributed.tensor  # it looks operators up that are replaced here
+import torch.utils.flop_counter  # registers operators by name: torch's own, not the stand-ins
 
 from hf_flexseq.kernels import KernelCall, cudnn_long
 from hf_flexseq.kernels.cuda_flash import FLASH2, CudaFlash

@@ -1,6 +1,7 @@
 """The loss of a training step: next-token loss, and all that trainers compute by their own code.
 
     step_loss.py     what the trainer asks of a loss
+    planned_loss.py  sums over tokens: planned steps in place of batches
     next_token.py    the stock loss of Trainer and SFTTrainer: one pass over planned micro-batches
     on_samples.py    all other losses: first pass, the trainer's own loss, second pass
 

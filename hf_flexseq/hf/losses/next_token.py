@@ -15,34 +15,30 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
-from hf_flexseq.hf.engine.dataset_checks import check_first_step
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
-from hf_flexseq.hf.engine.evaluation import EvaluationLoss, PlannedBatches
 from hf_flexseq.hf.engine.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.engine.out_of_memory import noted
 from hf_flexseq.hf.engine.sum_trial import SumTrial, loss_of_model
 from hf_flexseq.hf.engine.two_sequences import Value
 from hf_flexseq.hf.losses.added_router_loss import AddedRouterLoss
+from hf_flexseq.hf.losses.planned_loss import PlannedLoss, divisor
 from hf_flexseq.hf.losses.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.losses.step_loss import Prediction, RunStep, StepLoss, StockPrediction
+from hf_flexseq.hf.losses.step_loss import Prediction, RunStep, StockPrediction
 from hf_flexseq.hf.losses.token_means import TokenMeans
 from hf_flexseq.hf.losses.watch import LabelGuard
 from hf_flexseq.hf.model.loss_kinds import reads_fused_head, reads_sums, set_later
 from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS, USERS_CODE
 from hf_flexseq.hf.refusals.overrides import has_other_compute_loss
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.logged_loss import StepLosses
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.row_outputs import outputs_of_rows
-from hf_flexseq.steps.step_items import StepItem, step_items
+from hf_flexseq.steps.step_items import StepItem
 from hf_flexseq.steps.training_mode import in_training_mode
 
 
-class NextTokenLoss(StepLoss):
+class NextTokenLoss(PlannedLoss):
     """Computes the loss of each micro-batch where its tokens are."""
-
-    has_predictions = True
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine) -> None:
         super().__init__(trainer, engine)
@@ -54,9 +50,7 @@ class NextTokenLoss(StepLoss):
         is_fused = reads_fused_head(trainer) and not is_older("trl", FUSED_HEAD_FROM)
         self._options = {"fused_lm_head": True} if is_fused else {}
         self._router = AddedRouterLoss(trainer)
-        self._sum = EvaluationLoss()  # of the evaluation that runs
         self._means = TokenMeans(trainer)
-        self._losses = StepLosses()
         engine.reason_of_loss = self._reason_not_shared
 
     @contextmanager
@@ -85,20 +79,6 @@ class NextTokenLoss(StepLoss):
 
     # ---- training
 
-    def next_batches(
-        self, iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | None]:
-        """Return `num_batches` items, of which the last one is the planned step, and the divisor
-        of the step's loss, a scalar; no item when no rank has data left. Collective over the
-        world."""
-        number = self._trainer.state.global_step
-        step = self._engine.next_step(iterator, num_batches, first_number=number)
-        if number == 0:
-            check_first_step(step, self._trainer)
-        if step is None:
-            return [], None
-        return step_items(step, num_batches), _divisor(step.items, device)
-
     def run_step(self, model: nn.Module, batch: Any, items: Any, run: RunStep) -> torch.Tensor:
         """Run every micro-batch of a step, at its last item. Collective over the world."""
         step = self._step_of(batch)
@@ -119,9 +99,7 @@ class NextTokenLoss(StepLoss):
             self._means.end_training(_targets_in_order(step), step.real_tokens)
         self._router.note("train")
         self._engine.finish(step)
-        if self._trainer.args.logging_nan_inf_filter:
-            steps = self._trainer.state.global_step - self._trainer._globalstep_last_logged
-            self._losses.add(value, steps=steps)
+        self._note(value)
         return value
 
     def _step_of(self, batch: Any) -> Step | None:
@@ -138,10 +116,6 @@ class NextTokenLoss(StepLoss):
                 f"{late} of this {type(self._trainer).__name__} was set after the trainer was "
                 "made, which plans micro-batches for the loss that it had: define it in the class"
             )
-
-    def settle(self, logged: torch.Tensor) -> None:
-        """Filter NaN and infinity out of the losses of whole steps. Collective over the world."""
-        self._losses.settle(logged, self._engine.communicator)
 
     @contextmanager
     def _on_part(self, micro_batch: Inputs) -> Iterator[None]:
@@ -163,15 +137,11 @@ class NextTokenLoss(StepLoss):
 
     @contextmanager
     def evaluating(self, dataloader: Any, *, predicts: bool) -> Iterator[Any]:
-        """Surround an evaluation, whose loss is summed anew."""
+        """Surround an evaluation, whose figures are summed anew."""
         self._refuse_later_loss()
-        self._sum = EvaluationLoss()
         self._means.begin_evaluation()
         with super().evaluating(dataloader, predicts=predicts) as loader:
             yield loader
-
-    def _evaluation_loader(self, dataloader: Any) -> Any:
-        return PlannedBatches(dataloader, self._engine.evaluation_steps)
 
     def predict(
         self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
@@ -186,12 +156,12 @@ class NextTokenLoss(StepLoss):
         assert step is not None, "an evaluation batch without its step"
         # TRL divides by all targets, also those of virtual tokens
         items = step.targets if reads_fused_head(self._trainer) else step.items
-        divisor = _divisor(items, self._trainer.args.device)
+        divided_by = divisor(items, self._trainer.args.device)
         self._trial.run(step.row, model, self._loss_of_model)
         self._means.begin("eval")
         with noted(self._engine.whole_model.planning, step):
             for micro_batch in self._engine.forward_micro_batches(step, model):
-                step.add(self._forward(model, micro_batch, divisor))
+                step.add(self._forward(model, micro_batch, divided_by))
         loss = step.final_loss
         self._raise_noted()
         if self._notes_figures:
@@ -205,25 +175,21 @@ class NextTokenLoss(StepLoss):
     ) -> Prediction:
         """Return loss, a scalar, predictions and labels of a padded batch."""
 
-        def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
-            return self._forward(model, micro_batch, divisor)
+        def forward(micro_batch: Inputs, divided_by: torch.Tensor) -> torch.Tensor:
+            return self._forward(model, micro_batch, divided_by)
 
         found, loss, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
-        self._trial.run(
-            without_metrics(step.row),
-            model,
-            loss_of_model(self._engine.whole_model, **self._options),
-        )
+        self._trial.run(without_metrics(step.row), model, self._loss_of_model)
         self._raise_noted()
         self._sum.add(loss, step.targets)
         return loss if found.loss is None else found.loss, found.predictions, found.labels
 
     def _forward(
-        self, model: nn.Module, micro_batch: Inputs, divisor: torch.Tensor
+        self, model: nn.Module, micro_batch: Inputs, divided_by: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss of a micro-batch, a scalar without gradients. divisor: a scalar."""
+        """Return the loss of a micro-batch, a scalar without gradients. divided_by: a scalar."""
         trainer = self._trainer
         with (
             torch.no_grad(),
@@ -231,23 +197,17 @@ class NextTokenLoss(StepLoss):
             trainer.compute_loss_context_manager(),
         ):
             loss: torch.Tensor = trainer.compute_loss(
-                model, trainer._prepare_inputs(micro_batch), num_items_in_batch=divisor
+                model, trainer._prepare_inputs(micro_batch), num_items_in_batch=divided_by
             )
         return loss
 
     def evaluated(self, output: Any, name: str) -> Any:
         """Return the output with the mean loss over all targets. Collective over the world."""
         self._means.end_evaluation()
-        loss = self._sum.mean(self._engine.communicator)
-        return output._replace(metrics=output.metrics | {name: loss})
+        return super().evaluated(output, name)
 
 
 def _targets_in_order(step: Step) -> list[int]:
     """Return all ranks' targets of each micro-batch, in the order of their losses."""
     assert isinstance(step, RankMicroBatches), "a stage of a model has no compute_loss of its own"
     return step.targets_of(step.ran)
-
-
-def _divisor(targets: int, device: torch.device) -> torch.Tensor:
-    """Return a loss's divisor, a scalar filled on the device: a copy would wait."""
-    return torch.full((), max(targets, 1), device=device)

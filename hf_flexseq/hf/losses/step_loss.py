@@ -1,12 +1,14 @@
 """How the loss of a Trainer's steps is computed, in training and in evaluation.
 
-A trainer has one of two for good (`losses.py`):
+A trainer has one of these for good (`hf/model/loss_kinds.py`):
 
     NextTokenLoss    a sum over tokens, on the micro-batches of a plan (`next_token.py`)
     LossOnSamples    the trainer's own, on its own batches, from figures of their tokens
                      (`on_samples.py`)
+    LossOfStages     a sum over tokens, on the chunks of a model in stages (`pipeline/trainer/`)
 
-`FlexSeqMixin` asks its `StepLoss`, and never which of the two it has.
+`FlexSeqMixin` asks its `StepLoss`, and never which of them it has. `planned_loss.py` has the part
+that the two sums share.
 """
 
 from abc import ABC, abstractmethod
