@@ -49,13 +49,18 @@ from tests.ranks import run_ranks
 
 STACKS = {
     "trainer": "Trainer, DDP",
+    "trl": "TRL's SFTTrainer, DDP",
     "alst": "Trainer, DeepSpeed ALST",
     "cp": "Trainer, accelerate's context parallelism",
     "ms_swift": "ms-swift",
     "axolotl": "axolotl",
     "ours": "hf_flexseq",
 }
-NOWHERE = {("trainer", "all_ranks"): "the Trainer computes a sequence on one rank"}
+NOWHERE = {
+    ("trainer", "all_ranks"): "the Trainer computes a sequence on one rank",
+    ("trl", "all_ranks"): "the Trainer computes a sequence on one rank",
+    ("trl", "dpo"): "the first column is TRL's DPOTrainer",
+}
 SAID = "who_is_exact: "  # before the first line of a message
 NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU|Gloo|flash.attention", re.IGNORECASE)
 MISSING = ("ModuleNotFoundError", "ImportError", "PackageNotFoundError")

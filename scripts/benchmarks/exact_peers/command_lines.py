@@ -29,14 +29,13 @@ from exact_peers.situations import (
     make_model,
     pairs,
     rate,
-    sequences,
     text,
     tokenizer,
     trained_weights,
 )
 
 ENVIRONMENTS = Path(__file__).resolve().parents[3] / "build/exact_peers"
-PACKAGES = {"ms_swift": ("ms-swift", "qwen-vl-utils", "torchvision"), "axolotl": ("axolotl",)}
+PACKAGES = {"ms_swift": ("ms-swift", "qwen-vl-utils"), "axolotl": ("axolotl",)}
 SAVED_AT = 2  # step of the checkpoint from which a run resumes
 MODEL_TYPES = {  # ms-swift's names
     "Llama": "llama",
@@ -50,13 +49,6 @@ ALIKE = """--model model --template dummy --dataset data.jsonl --split_dataset_r
     --dataloader_num_workers 0 --torch_dtype float32 --gradient_checkpointing False --optim sgd
     --warmup_ratio 0 --weight_decay 0 --max_grad_norm 0 --use_cpu True --ddp_backend gloo
     --report_to none --check_model False --add_version False --output_dir run"""
-AXOLOTL: dict[str, Any] = {
-    **{"optimizer": "sgd", "weight_decay": 0.0, "max_grad_norm": 0.0, "warmup_steps": 0},
-    **{"bf16": False, "fp16": False, "tf32": False, "gradient_checkpointing": False},
-    **{"train_on_inputs": False, "pad_to_sequence_len": False, "val_set_size": 0},
-    **{"shuffle_merged_datasets": False, "curriculum_sampling": True, "output_dir": "run"},
-    **{"ddp_backend": "gloo", "save_total_limit": None, "dataset_prepared_path": "prepared"},
-}
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)
 _OF_PYDANTIC = re.compile(r"^ +Value error, (.+?)(?: \[type=|$)", re.MULTILINE)
 
@@ -91,25 +83,27 @@ def trained(stack: str, row: str, folder: Path, seconds: float) -> tuple[Any, li
         model = model.unload()
     model.save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    write = axolotl if stack == "axolotl" else swift
+    if stack == "axolotl":
+        run(axolotl(row, folder), folder, seconds)
+        return read(row, folder / "run"), []
+    with (folder / "data.jsonl").open("w") as file:
+        for line in conversations(row):
+            print(json.dumps(line), file=file)
     losses = []
     for batch in EVAL_BATCHES if row == "eval" else (None,):
-        run(write(row, folder, evaluated=batch), folder, seconds)
+        run(swift(row, evaluated=batch), folder, seconds)
         if batch is not None:
-            losses.append(logged_loss(folder / "run"))
+            lines = (folder / "run/logging.jsonl").read_text().splitlines()
+            found = [
+                entry["eval_loss"] for entry in map(json.loads, lines) if "eval_loss" in entry
+            ]
+            losses.append(found[0])
             (folder / "run").rename(folder / f"run{batch}")
     if row == "eval":
         return {}, losses
     if row == "resume":
-        run(write(row, folder, resumes=True), folder, seconds)
+        run(swift(row, resumes=True), folder, seconds)
     return read(row, folder / f"run/checkpoint-{ROWS[row].steps}"), losses
-
-
-def logged_loss(output: Path) -> float:
-    """Return the first loss of an evaluation that a run has logged in its checkpoint."""
-    (state,) = output.glob("checkpoint-*/trainer_state.json")
-    history = json.loads(state.read_text())["log_history"]
-    return next(entry["eval_loss"] for entry in history if "eval_loss" in entry)
 
 
 def run(command: list[str], folder: Path, seconds: float) -> None:
@@ -181,13 +175,8 @@ def conversations(row: str) -> list[dict[str, Any]]:
     return made
 
 
-def swift(
-    row: str, folder: Path, *, resumes: bool = False, evaluated: int | None = None
-) -> list[str]:
-    """Write ms-swift's data of a row, and return its command. evaluated: documents of an
-    evaluation's batch."""
-    lines = map(json.dumps, conversations(row))
-    (folder / "data.jsonl").write_text("\n".join(lines))
+def swift(row: str, *, resumes: bool = False, evaluated: int | None = None) -> list[str]:
+    """Return ms-swift's command of a row. evaluated: documents of an evaluation's batch."""
     situation = ROWS[row]
     options: dict[str, Any] = {
         "model_type": MODEL_TYPES[situation.family],
@@ -228,53 +217,29 @@ def swift(
     return [program, str(script), "rlhf" if row == "dpo" else "sft", *ALIKE.split(), *words]
 
 
-def axolotl(
-    row: str, folder: Path, *, resumes: bool = False, evaluated: int | None = None
-) -> list[str]:
-    """Write axolotl's file and data of a row, and return its command. evaluated: documents of an
-    evaluation's batch."""
+def axolotl(row: str, folder: Path) -> list[str]:
+    """Write axolotl's file of a row, and return its command."""
     situation = ROWS[row]
-    lines: list[Any] = pairs()
-    if row != "dpo":
-        lines = [segments(*one) for one in sequences(documents(row))]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    data = {"path": "data.jsonl", "ds_type": "json", "type": "input_output"}
-    cut = RANKS if row == "all_ranks" else 1
-    options: dict[str, Any] = {
-        "base_model": "model",
-        "datasets": [data],
-        "sequence_len": sum(situation.lengths),
+    data = folder / "text.jsonl"
+    texts = [text(document["input_ids"][:-1]) for document in documents(row)]
+    data.write_text("\n".join(json.dumps({"text": one}) for one in texts))
+    options = {
+        "base_model": str(folder / "model"),
+        "datasets": [{"path": str(data), "type": "completion"}],
+        "sequence_len": max(len(one.split()) for one in texts) + 1,
         "sample_packing": row == "packed",
         "micro_batch_size": situation.batch,
-        "gradient_accumulation_steps": situation.accumulation * cut,
-        "context_parallel_size": cut,
+        "gradient_accumulation_steps": situation.accumulation * RANKS,
         "max_steps": situation.steps,
-        "save_steps": SAVED_AT if row == "resume" else situation.steps,
+        "optimizer": "sgd",
         "learning_rate": rate(row),
-        "lr_scheduler": "linear" if row == "resume" else "constant",
-        "attn_implementation": "eager" if situation.family in EAGER else "sdpa",
-        **AXOLOTL,
+        "lr_scheduler": "constant",
+        "attn_implementation": "sdpa",
+        "bf16": False,
+        "tf32": False,
+        "context_parallel_size": RANKS,
+        "output_dir": str(folder / "run"),
     }
-    if row == "lora":
-        options |= {"adapter": "lora", "lora_model_dir": "adapter"}
-    if row == "dpo":
-        fields = {f"field_{name}": name for name in lines[0]}
-        formats = {f"{name}_format": f"{{{name}}}" for name in lines[0]}
-        options |= {"rl": "dpo", "rl_beta": BETA}
-        data["type"] = fields | formats
-    if evaluated is not None:
-        options |= {"test_datasets": [data | {"split": "train"}], "eval_steps": 1}
-        options["eval_batch_size"] = evaluated
-    if resumes:
-        options["resume_from_checkpoint"] = f"run/checkpoint-{SAVED_AT}"
     (folder / "axolotl.yaml").write_text(yaml.safe_dump(options))
     program = [python("axolotl"), "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
     return [*program, "-m", "axolotl.cli.train", "axolotl.yaml"]
-
-
-def segments(ids: list[int], labels: list[int]) -> dict[str, Any]:
-    """Return a document as axolotl's parts without a template, of which the first has no targets.
-    axolotl packs documents itself."""
-    first = labels.count(IGNORED)
-    parts = (False, text(ids[:first])), (True, f"{text(ids[first:-1])} <end>")
-    return {"segments": [{"label": label, "text": words} for label, words in parts]}

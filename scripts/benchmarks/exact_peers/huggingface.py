@@ -1,4 +1,4 @@
-"""The stacks of who_is_exact.py that the Trainer runs: trainer, alst, cp and ours.
+"""The stacks of who_is_exact.py that the Trainer runs: trainer, trl, alst, cp and ours.
 
 Each is set up as its documentation says, with what it offers on CPUs; see `settings`.
 """
@@ -14,11 +14,14 @@ from exact_peers.situations import (
     EVAL_BATCHES,
     IGNORED,
     RANKS,
+    ROUTER_COEFFICIENT,
     ROWS,
     documents,
     make_model,
     pairs,
     rate,
+    sequences,
+    text,
     tokenizer,
     trained_weights,
 )
@@ -121,11 +124,24 @@ def settings(stack: str, row: str, folder: Path) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
-        "remove_unused_columns": row == "dpo",
+        "remove_unused_columns": row == "dpo" or stack == "trl",
         "ddp_find_unused_parameters": False,
         "seed": 1,
         **parallelism(stack, "eager" if ROWS[row].family in EAGER else "sdpa"),
     }
+
+
+def texts(row: str) -> list[dict[str, str]]:
+    """Return a row's documents as TRL takes them: a prompt and a completion if labels are masked.
+    TRL adds the token at the end, and packs documents itself."""
+    made = []
+    for ids, labels in sequences(documents(row)):
+        if ROWS[row].masked:
+            first = labels.count(IGNORED)
+            made.append({"prompt": text(ids[:first]), "completion": text(ids[first:-1])})
+        else:
+            made.append({"text": text(ids[:-1])})
+    return made
 
 
 def make_trainer(stack: str, row: str, folder: Path) -> Trainer:
@@ -133,16 +149,23 @@ def make_trainer(stack: str, row: str, folder: Path) -> Trainer:
     given: dict[str, Any] = {"model": make_model(row)}
     base, config = Trainer, TrainingArguments
     options = settings(stack, row, folder)
-    if row == "dpo":
+    if row == "dpo" or stack == "trl":
         from datasets import Dataset
-        from trl import DPOConfig, DPOTrainer
+        from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-        base, config = DPOTrainer, DPOConfig
         options |= {"max_length": None, "gradient_checkpointing": False, "bf16": False}
+        given["processing_class"] = tokenizer()
+    if row == "dpo":
+        base, config = DPOTrainer, DPOConfig
         if stack in ("alst", "cp"):
             options["pad_to_multiple_of"] = MULTIPLES[stack]
-        given |= {"ref_model": make_model(row), "processing_class": tokenizer()}
-        given["train_dataset"] = Dataset.from_list(pairs())
+        given |= {"ref_model": make_model(row), "train_dataset": Dataset.from_list(pairs())}
+    elif stack == "trl":
+        base, config = SFTTrainer, SFTConfig
+        if row == "packed":
+            options |= {"packing": True, "max_length": sum(ROWS[row].lengths)}
+        options["router_aux_loss_coef"] = ROUTER_COEFFICIENT if row == "router" else 0.0
+        given["train_dataset"] = given["eval_dataset"] = Dataset.from_list(texts(row))
     else:
         given["train_dataset"] = given["eval_dataset"] = documents(row)
         collate = packed if row == "packed" else padded
