@@ -11,10 +11,11 @@ weights of both, without logits for all tokens at once.
 
 In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
 
-A loss of these outputs is known only after the forward, so that gradients cannot be finished in it
-as those of the chunked loss are (`chunked_loss.py`): the backward computes every chunk's logits a
-second time, and keeps log(sum(exp(z))) and H, two numbers for each token. Rejected: keeping the
-logits, which chunks avoid.
+Most losses of these outputs are known only after the forward, so that gradients cannot be finished
+in it as those of the chunked loss are (`chunked_loss.py`): the backward computes every chunk's
+logits a second time, and keeps log(sum(exp(z))) and H, two numbers for each token. If the
+gradients of the log-probabilities are known before, the forward finishes those of the operands.
+Rejected: keeping the logits, which chunks avoid.
 
 The reference implementation, which makes all logits, is `plain_figures` in
 tests/hf/test_own_losses.py.
@@ -38,6 +39,7 @@ def token_outputs(
     targets: torch.Tensor,
     *,
     with_means: bool = False,
+    d_log_probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the log-probability of each token's target and the entropy of its distribution, and
     with `with_means` the mean of all its log-probabilities, each [T] in nats, and 0 where the
@@ -46,10 +48,13 @@ def token_outputs(
     hidden [T, C], weight [V, C] and bias [V] of one dtype; targets [T] int64. The results are
     float32, float64 for float64 inputs. Raises ValueError when the dtypes differ, as the head by
     itself would.
+
+    d_log_probs: the gradients [T] that the log-probabilities will get, but for one factor, where
+    they are known and the other results will get none.
     """
     check_dtypes(hidden, weight)
     found: tuple[torch.Tensor, ...] = _TokenOutputs.apply(
-        hidden, weight, bias, targets, with_means
+        hidden, weight, bias, targets, with_means, d_log_probs
     )
     return found
 
@@ -63,13 +68,18 @@ class _TokenOutputs(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         with_means: bool,
+        known: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        """hidden [T, C], weight [V, C], bias [V] or None, targets [T] -> two or three of [T]."""
+        """hidden [T, C], weight [V, C], bias [V] or None, targets [T], known gradients [T] or None
+        -> two or three of [T]."""
         dtype = sum_dtype(hidden.dtype)
         log_probs = hidden.new_empty(hidden.shape[0], dtype=dtype)
         entropy = torch.empty_like(log_probs)
         means = torch.empty_like(log_probs)
         log_sums = torch.empty_like(log_probs)  # log(sum(exp(logits)))
+        gradients = None
+        if known is not None:
+            gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         for chunk, logits in _chunks_of_logits(hidden, weight, bias):
             counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
             index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
@@ -79,11 +89,21 @@ class _TokenOutputs(torch.autograd.Function):
             if with_means:
                 mean = logits.mean(1, keepdim=True)  # [rows, 1]
                 means[chunk] = mean.masked_fill_(~counts, 0).squeeze(1)
-            surprise = logits.exp().mul_(logits).sum(1, keepdim=True)  # [rows, 1]
+            p = logits.exp()  # [rows, V]
+            surprise = logits.mul_(p).sum(1, keepdim=True)  # [rows, 1]
+            if gradients is not None:
+                assert known is not None, "gradients are finished where they are known"
+                of_target = known[chunk, None].masked_fill(~counts, 0).to(dtype)  # [rows, 1]
+                d_logits = p.mul_(-of_target).scatter_add_(1, index, of_target)  # [rows, V]
+                gradients.add(chunk, hidden[chunk].to(gradients.factor_dtype), d_logits)
             log_probs[chunk] = picked.squeeze(1)
             entropy[chunk] = -surprise.masked_fill_(~counts, 0).squeeze(1)
             log_sums[chunk] = log_sum.squeeze(1)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
+        ctx.is_finished = gradients is not None
+        if gradients is None:
+            ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
+        else:
+            ctx.save_for_backward(known, *gradients.result())
         return (log_probs, entropy, means) if with_means else (log_probs, entropy)
 
     @staticmethod
@@ -94,7 +114,13 @@ class _TokenOutputs(torch.autograd.Function):
         d_entropy: torch.Tensor,
         d_means: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Each [T] -> d hidden [T, C], d weight [V, C], d bias [V], None, None."""
+        """Each [T] -> d hidden [T, C], d weight [V, C], d bias [V], and None thrice."""
+        if ctx.is_finished:
+            known, *finished = ctx.saved_tensors
+            factor = _factor(d_log_probs, known)
+            # In place: the weight's gradient is the largest tensor here.
+            grads = [None if grad is None else grad.mul_(factor) for grad in finished]
+            return (*grads, None, None, None)
         hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         for chunk, logits in _chunks_of_logits(hidden, weight, bias):
@@ -115,7 +141,15 @@ class _TokenOutputs(torch.autograd.Function):
             if of_mean is not None:
                 d_logits.add_(of_mean / d_logits.shape[1])
             gradients.add(chunk, hidden[chunk].to(gradients.factor_dtype), d_logits)
-        return (*gradients.result(), None, None)
+        return (*gradients.result(), None, None, None)
+
+
+def _factor(found: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return the number, a scalar, that makes `found` of `known`, each [T]: the host does not wait
+    for it."""
+    largest = known.abs().argmax()
+    divisor = known[largest]
+    return torch.where(divisor == 0, 0, found[largest] / divisor)
 
 
 def _chunks_of_logits(

@@ -50,9 +50,10 @@ class Objective(Protocol):
     def totals(self) -> Collection[str]:
         """Names among what `forward` returns that are sums over the tokens of a micro-batch."""
 
-    def forward(self, inputs: Inputs) -> Columns:
+    def forward(self, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...], by name, and sums
-        over them, each of one shape in all micro-batches."""
+        over them, each of one shape in all micro-batches. weights: with which `backward` will
+        follow, where they are known; on the CPU."""
 
     def backward(self, weighted: torch.Tensor) -> None:
         """Run backward of a scalar."""
@@ -137,7 +138,8 @@ class FigurePasses:
         found: dict[int, Columns] = {}
         for index in step.walk(step.indices, self._before_last):
             step.keep_random_state(index)  # for `second`, if the weights were wrong
-            own = self._objective.forward(step.take(index))
+            known = dispatched[index] if step.counts[index] else None  # a dummy has no weights
+            own = self._objective.forward(step.take(index), known)
             self._backward(index, own, dispatched[index])
             found[index] = {name: figure.detach() for name, figure in own.items()}
         return gathered(step, found, self._objective.totals)

@@ -65,6 +65,44 @@ def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, 
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("factor", [1.0, -0.3, 0.0])
+@pytest.mark.parametrize("rows", [4, 100])
+def test_gradients_that_are_known_before_are_finished_in_the_forward(monkeypatch, rows, factor):
+    monkeypatch.setattr(kernel, "chunk_rows", lambda *sizes: rows)
+    torch.manual_seed(rows)
+    operands = [torch.randn(19, 12), torch.randn(VOCAB, 12), torch.randn(VOCAB)]
+    targets = torch.randint(VOCAB, (19,))
+    targets[::5] = -100
+    weights = torch.randn(19).double()
+    products = []
+    monkeypatch.setattr(
+        kernel, "_chunks_of_logits", noting(kernel._chunks_of_logits, products.append)
+    )
+    results = []
+    for known in (None, weights, torch.zeros_like(weights)):
+        leaves = [operand.double().requires_grad_() for operand in operands]
+        found = kernel.token_outputs(*leaves, targets, d_log_probs=known)
+        used = weights if known is None else known
+        products.clear()  # of the forward
+        (found[0] * used * factor).sum().backward()
+        assert len(products) == (known is None)
+        results.append([*(f.detach() for f in found), *(x.grad for x in leaves)])
+    plain, ours, nothing = results
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    assert not any(gradient.any() for gradient in nothing[2:])
+
+
+def noting(function, note):
+    """The function, which notes its arguments at every call."""
+
+    def noted(*arguments):
+        note(arguments)
+        return function(*arguments)
+
+    return noted
+
+
 def test_figures_of_half_precision_are_added_up_in_float32():
     torch.manual_seed(0)
     hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(VOCAB, 16).bfloat16()

@@ -7,7 +7,9 @@ orders of adding up the same numbers drift apart: TRL with another accumulation 
 distances are printed (`pytest -m nightly -s`).
 """
 
+import gc
 import importlib.util
+import json
 import math
 import subprocess
 import sys
@@ -17,7 +19,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -47,6 +50,10 @@ EARLY, LATE = 3, 10  # steps after which weights are compared
 CAP = 48  # tokens that a rank holds: fewer than the longest row has
 BOUND = 4e-6  # of the update, unless TRL itself is further from itself
 CHANCE = 2.0  # between two distances that are rounding alone: 1.5 is the most that was measured
+TEMPLATE = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 SETTINGS = {
     **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
     **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
@@ -161,12 +168,14 @@ def of_transformers(llama, folder, ranks, *, sharded=False, **more):
 
 
 def weights(trainer):
-    """This rank's trained weights, whole, by the names of the model."""
+    """This rank's trained weights, whole, with the names of the model."""
     named = trainer.model.named_parameters()
     engine = getattr(trainer, "flexseq", None)
     if isinstance(engine, PipelineEngine):
         named = engine.stage.global_parameters()
-    return {name: whole(one.detach()).clone() for name, one in named if one.requires_grad}
+    for name, one in named:
+        if one.requires_grad:
+            yield name, whole(one.detach())
 
 
 class Kept(TrainerCallback):
@@ -184,7 +193,7 @@ class Kept(TrainerCallback):
             self.keep(state)
 
     def keep(self, state):
-        save_file(weights(self.trainer), self.folder / f"{state.global_step}.safetensors")
+        save_file(dict(weights(self.trainer)), self.folder / f"{state.global_step}.safetensors")
 
 
 def stock_run(llama, folder, kind="sft", **settings):
@@ -194,7 +203,10 @@ def stock_run(llama, folder, kind="sft", **settings):
     kept.trainer = trainer
     trainer.add_callback(kept)
     trainer.train()
-    return folder / "kept", losses(trainer)
+    logged = losses(trainer)
+    del trainer, kept.trainer
+    gc.collect()  # its weights and Adam's state: ranks will need the memory
+    return folder / "kept", logged
 
 
 def losses(trainer):
@@ -211,11 +223,13 @@ class Distances(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         file = self.stock / f"{state.global_step}.safetensors"
         if file.exists():
-            start, wanted = load_file(self.stock / "0.safetensors"), load_file(file)
-            self.found[state.global_step] = {
-                name: (squares(one, wanted[name]), squares(wanted[name], start[name]))
-                for name, one in weights(self.trainer).items()
-            }
+            found = self.found[state.global_step] = {}
+            # one weight at a time: several ranks compare on one machine
+            start = self.stock / "0.safetensors"
+            with safe_open(file, "pt") as kept, safe_open(start, "pt") as begun:
+                for name, one in weights(self.trainer):
+                    wanted = kept.get_tensor(name)
+                    found[name] = squares(one, wanted), squares(wanted, begun.get_tensor(name))
 
 
 def distances_of(trainer, stock, resume=None):
@@ -258,15 +272,15 @@ def compared(rank, world_size, make, stock, options):
     return distances, losses(trainer), is_shared
 
 
-def apart(make, ranks, stock, name, *, pipeline=False, **options):
+def apart(make, ranks, stock, name, *, pipeline=False, losses_within=1e-3, **options):
     """By step, how far a run on some ranks is from the stock run; printed under a name."""
     kept, wanted = stock
     results = run_ranks(compared, ranks, make, kept, options, seconds=SECONDS)
-    for _, found, is_shared in results:
-        assert pipeline or is_shared, "no sequence was cut"
-        assert found == pytest.approx(wanted[: len(found)], rel=1e-3)
     found = of_update(*(distances for distances, *_ in results))
     print(f"{name}: {found}")
+    for _, logged, is_shared in results:
+        assert pipeline or is_shared, "no sequence was cut"
+        assert logged == pytest.approx(wanted[: len(logged)], rel=losses_within)
     return found
 
 
@@ -280,6 +294,8 @@ def bounds_of(llama, folder, stock, kind="sft", **settings):
     """By step: BOUND, or CHANCE times how far TRL is from itself with three batches a step."""
     trainer = of_trl(llama, folder, kind, ours=False, accumulation=3, **settings)
     found = of_update(distances_of(trainer, stock[0]))
+    del trainer
+    gc.collect()
     print(f"TRL from itself with another accumulation: {found}")
     return {step: max(BOUND, CHANCE * value) for step, value in found.items()}
 
@@ -360,9 +376,12 @@ def test_a_run_that_goes_on_equals_trls(llama, tmp_path, stock, bounds):
 def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
     trainer = of_trl(llama, tmp_path / "stock", "sft", ours=False, bf16=True)
     theirs = of_update(distances_of(trainer, stock[0]))[EARLY]
-    print(f"TRL in bf16: {theirs}")
+    logged = zip(losses(trainer), stock[1], strict=False)
+    losses_within = 2 * max(abs(one / wanted - 1) for one, wanted in logged)
+    print(f"TRL in bf16: {theirs}, losses {losses_within / 2}")
     make = made_by(of_trl, llama, tmp_path, "sft", ours=True, bf16=True)
-    assert apart(make, 2, stock, "bf16")[EARLY] <= 1.2 * theirs
+    found = apart(make, 2, stock, "bf16", losses_within=losses_within)
+    assert found[EARLY] <= 1.2 * theirs
 
 
 def test_adapters_equal_trls(llama, tmp_path):
@@ -412,6 +431,10 @@ def test_a_gemma_with_windows_equals_trl(tmp_path):
 
     file = chunks.assemble(tmp_path / chunks.MODEL_NAME)
     gemma = checkpoint_of(file, tmp_path / "cache")
+    (gemma / "chat_template.jinja").write_text(TEMPLATE)  # the file has a base model
+    config = json.loads((gemma / "config.json").read_text())
+    config["sliding_window"] = CAP // 2  # the longest rows are longer
+    (gemma / "config.json").write_text(json.dumps(config))
     kept = stock_run(gemma, tmp_path / "stock")
     bounds = bounds_of(gemma, tmp_path, kept)
     make = made_by(of_trl, gemma, tmp_path, "sft", ours=True)

@@ -32,7 +32,7 @@ class LinearObjective:
         self.calls = 0
         self.first = {}  # the figures that were gathered
 
-    def forward(self, inputs):
+    def forward(self, inputs, weights=None):
         self.calls += 1
         return self.model(**inputs)
 

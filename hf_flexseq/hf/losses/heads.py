@@ -211,17 +211,22 @@ class TokenFigures:
         check_labels_of(call, given["labels"])
         return call
 
-    def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
+    def forward(self, model: nn.Module, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens], and the user's, and sums
-        of the routers."""
-        figures = self._of_tokens(model, inputs)
+        of the routers. weights: see `Objective.forward`; where log-probabilities alone have some,
+        the head finishes its gradients in the forward."""
+        known = weights.get(self.main) if weights is not None and len(weights) == 1 else None
+        figures = self._of_tokens(model, inputs, known)
         if self._router is not None:
             figures.update(self._router.take() or {})
         return figures
 
-    def _of_tokens(self, model: nn.Module, inputs: Inputs) -> Columns:
+    def _of_tokens(
+        self, model: nn.Module, inputs: Inputs, d_log_probs: torch.Tensor | None
+    ) -> Columns:
         if self._chunked is not None and self._own is None:
-            with self._chunked.giving_figures(with_means=MEANS in self._of_labels) as given:
+            means = MEANS in self._of_labels
+            with self._chunked.giving_figures(with_means=means, d_log_probs=d_log_probs) as given:
                 outputs = model(**inputs, use_cache=False)
             assert given.value is not None, "a call with labels runs the head"
             # [1, tokens, 2 or 3] -> [tokens, 2 or 3]

@@ -126,8 +126,9 @@ class _Call:
 class Figures:
     """Figures of the head in one call of the model."""
 
-    def __init__(self, *, with_means: bool) -> None:
+    def __init__(self, *, with_means: bool, d_log_probs: torch.Tensor | None) -> None:
         self.with_means = with_means
+        self.d_log_probs = d_log_probs
         self.value: torch.Tensor | None = None
         """[B * S, 2 or 3] log-probabilities, entropies and means, detached, as the head has
         computed them."""
@@ -224,12 +225,14 @@ class ChunkedLoss:
             self._enabled = before
 
     @contextmanager
-    def giving_figures(self, *, with_means: bool = False) -> Iterator[Figures]:
+    def giving_figures(
+        self, *, with_means: bool = False, d_log_probs: torch.Tensor | None = None
+    ) -> Iterator[Figures]:
         """Let a call with labels [B, S] return the log-probabilities of its targets and the
         entropies [B, S, 2] instead of logits, and an unused loss; with `with_means` also the means
         of all log-probabilities, [B, S, 3]. They bring the gradients; the yielded values are those
-        before any cast of FSDP2's."""
-        self._figures = Figures(with_means=with_means)
+        before any cast of FSDP2's. d_log_probs: see `token_outputs`, [B * S]."""
+        self._figures = Figures(with_means=with_means, d_log_probs=d_log_probs)
         try:
             yield self._figures
         finally:
@@ -289,7 +292,11 @@ class ChunkedLoss:
         if self._read is not None:
             self._show_logits(rows, self._read)
         if self._figures is not None:
-            compute = partial(token_outputs, with_means=self._figures.with_means)
+            asked = self._figures
+            known = asked.d_log_probs
+            if known is not None:
+                known = to_device(known, hidden.device)
+            compute = partial(token_outputs, with_means=asked.with_means, d_log_probs=known)
             found = torch.stack(self._with_head(compute, rows, targets), dim=1)
             self._figures.value = found.detach()  # [B * S, 2 or 3]
             call.loss = -self._figures.value[:, 0].sum()
