@@ -72,7 +72,7 @@ def test_an_error_says_what_became_of_the_cell(benchmark, kind, line, shown, not
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stack", ["ours", "trainer"])
+@pytest.mark.parametrize("stack", ["ours", "trainer", "trl"])
 def test_a_cell_runs(benchmark, stack):
     found = benchmark.cell(stack, "gqa", seconds=120)
     assert found.kind == "figure"
