@@ -97,6 +97,8 @@ def test_a_refusal_is_one_line_before_the_second_step():
         ("ValueError", "set it to 0", 0, Verdict.REFUSED),
         ("ValueError", "set it to 0", 3, Verdict.CRASHED),
         ("ValueError", "one line\nand another", 0, Verdict.CRASHED),
+        ("ValueError", "2 reasons to refuse this:\n1. one\n2. another", 0, Verdict.REFUSED),
+        ("ValueError", "2 reasons to refuse this:\n1. one\nanother", 0, Verdict.CRASHED),
         ("TypeError", "'NoneType' object is not iterable", 0, Verdict.CRASHED),
     ):
         assert of_refusal(Outcome(error=error, message=message, step=step)).verdict is verdict

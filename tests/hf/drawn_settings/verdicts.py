@@ -40,6 +40,8 @@ KNOWN_WARNINGS = (
 # Means over batches under stock, and over the target tokens of a step or a set under hf_flexseq.
 _MEANS = ("entropy", "mean_token_accuracy")
 
+# A refusal: one line, or several reasons, each a numbered line.
+_LISTED = re.compile(r"[^\n]+|\d+ reasons to refuse this:(\n\d+\. [^\n]+)+")
 _REFUSALS = ("ValueError", "NotImplementedError", "PlanInfeasible", "FloatingPointError")
 
 
@@ -78,8 +80,8 @@ class Judged:
 def of_refusal(ours: Outcome) -> Judged:
     """Judge a training with hf_flexseq that raised."""
     detail = f"{ours.error}: {ours.message}"
-    is_line = "\n" not in ours.message.strip()
-    if ours.error in _REFUSALS and is_line and ours.step <= 1:
+    is_listed = _LISTED.fullmatch(ours.message.strip()) is not None
+    if ours.error in _REFUSALS and is_listed and ours.step <= 1:
         return Judged(verdict=Verdict.REFUSED, detail=detail)
     detail = f"in step {ours.step + 1}: {detail} [{ours.where}]"
     return Judged(verdict=Verdict.CRASHED, detail=detail)
