@@ -11,11 +11,11 @@ weights of both, without logits for all tokens at once.
 
 In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
 
-Most losses of these outputs are known only after the forward, so that gradients cannot be finished
-in it as those of the chunked loss are (`chunked_loss.py`): the backward computes every chunk's
-logits a second time, and keeps log(sum(exp(z))) and H, two numbers for each token. If the
-gradients of the log-probabilities are known before, the forward finishes those of the operands.
-Rejected: keeping the logits, which chunks avoid.
+Most losses of these outputs are known only after the forward, which therefore cannot finish the
+gradients as the chunked loss does (`chunked_loss.py`): the backward computes every chunk's logits
+a second time, and keeps log(sum(exp(z))) and H, two numbers per token. A loss whose gradients at
+the log-probabilities are known beforehand has all gradients finished in the forward. Rejected:
+keeping the logits, which chunks avoid.
 
 The reference implementation, which makes all logits, is `plain_figures` in
 tests/hf/test_own_losses.py.

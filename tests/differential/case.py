@@ -33,7 +33,7 @@ class Case:
     """Arguments of the trainer and of its configuration, by their names."""
 
     of_model: Callable[[Any], Mapping[str, Any]] = _nothing
-    """Makes those of the arguments that depend on the model."""
+    """Makes further arguments from the model, such as parameter groups."""
 
     batch: int = 4
     """Examples of a step. The stock trainer has them as one batch; our ranks share them."""

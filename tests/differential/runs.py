@@ -18,7 +18,7 @@ from tests.differential.case import Case, make_trainer
 from tests.hf.trainers import Run, trained
 from tests.ranks import run_cases
 
-_stock_runs: dict[Any, tuple[Case, Run]] = {}  # by what they depend on; the case keeps it alive
+_stock_runs: dict[Any, tuple[Case, Run]] = {}  # the case keeps the objects of its key alive
 
 
 def run(rank: int, world_size: int, case: Case, folder: Path, is_ours: bool = True) -> Run:

@@ -3,6 +3,7 @@ against the plain Trainer with whole logits."""
 
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -48,15 +49,21 @@ def plain_figures(hidden, weight, bias, targets, *, with_means=False):
     return (*found, log_p.mean(1) * counts) if with_means else found
 
 
+def drawn(seed):
+    """Hidden states, weight and bias of a head, targets of 19 tokens, and weights of three figures
+    of each."""
+    torch.manual_seed(seed)
+    operands = [torch.randn(19, 12), torch.randn(VOCAB, 12), torch.randn(VOCAB)]
+    targets = torch.randint(VOCAB, (19,))
+    targets[::5] = -100
+    return operands, targets, torch.randn(3, 19).double()
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 100])
 def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, has_bias):
     monkeypatch.setattr(kernel, "chunk_rows", lambda *sizes: rows)
-    torch.manual_seed(rows)
-    operands = [torch.randn(19, 12), torch.randn(VOCAB, 12), torch.randn(VOCAB)]
-    targets = torch.randint(VOCAB, (19,))
-    targets[::5] = -100
-    weights = torch.randn(3, 19).double()
+    operands, targets, weights = drawn(rows)
     gradients = []
     for compute in (plain_figures, kernel.token_outputs):
         leaves = [operand.double().requires_grad_() for operand in operands]
@@ -72,38 +79,22 @@ def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, 
 @pytest.mark.parametrize("rows", [4, 100])
 def test_gradients_that_are_known_before_are_finished_in_the_forward(monkeypatch, rows, factor):
     monkeypatch.setattr(kernel, "chunk_rows", lambda *sizes: rows)
-    torch.manual_seed(rows)
-    operands = [torch.randn(19, 12), torch.randn(VOCAB, 12), torch.randn(VOCAB)]
-    targets = torch.randint(VOCAB, (19,))
-    targets[::5] = -100
-    weights = torch.randn(19).double()
-    products = []
-    monkeypatch.setattr(
-        kernel, "_chunks_of_logits", noting(kernel._chunks_of_logits, products.append)
-    )
+    operands, targets, (weights, *_) = drawn(rows)
+    logits = Mock(wraps=kernel._chunks_of_logits)
+    monkeypatch.setattr(kernel, "_chunks_of_logits", logits)
     results = []
     for known in (None, weights, torch.zeros_like(weights)):
         leaves = [operand.double().requires_grad_() for operand in operands]
         found = kernel.token_outputs(*leaves, targets, d_log_probs=known)
         used = weights if known is None else known
-        products.clear()  # of the forward
+        logits.reset_mock()  # the forward has called it
         (found[0] * used * factor).sum().backward()
-        assert len(products) == (known is None)
+        assert logits.call_count == (known is None)
         results.append([*(f.detach() for f in found), *(x.grad for x in leaves)])
     plain, ours, nothing = results
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
     assert not any(gradient.any() for gradient in nothing[2:])
-
-
-def noting(function, note):
-    """The function, which notes its arguments at every call."""
-
-    def noted(*arguments):
-        note(arguments)
-        return function(*arguments)
-
-    return noted
 
 
 def test_figures_of_half_precision_are_added_up_in_float32():

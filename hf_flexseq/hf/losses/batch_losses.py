@@ -22,7 +22,7 @@ from transformers import Trainer
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine.loaders import LoaderState
 from hf_flexseq.hf.losses.answers import POLICY, Answers
-from hf_flexseq.hf.losses.heads import Head, TokenFigures
+from hf_flexseq.hf.losses.heads import Head
 from hf_flexseq.hf.losses.step_loss import RunStep
 from hf_flexseq.hf.losses.watch import no_gradients_yet
 from hf_flexseq.steps.calls import ModelCall
@@ -75,9 +75,7 @@ class BatchLosses:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...]. weights: see
         `Objective.forward`."""
         with self._trainer.compute_loss_context_manager():
-            if isinstance(self._head, TokenFigures):
-                return self._head.forward(self._model, inputs, weights)
-            return self._head.forward(self._model, inputs)
+            return self._head.forward(self._model, inputs, weights)
 
     def backward(self, weighted: torch.Tensor) -> None:
         """Run backward of a scalar, as the trainer does; the first one of a second pass brings in

@@ -228,7 +228,7 @@ class Divergences:
         labels[:, : ids.shape[1] - given["logits_to_keep"]] = IGNORE_INDEX
         return ModelCall.read({**given, "labels": labels}, of_tokens=True)
 
-    def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
+    def forward(self, model: nn.Module, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch through student and teacher: return figures, each [tokens]."""
         student = self._trainer.accelerator.unwrap_model(model)
         packed = {name: value for name, value in inputs.items() if name != "shift_labels"}

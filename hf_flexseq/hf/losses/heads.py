@@ -65,8 +65,9 @@ class Head(Protocol):
     def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these arguments. Raises NotImplementedError if it has no answer."""
 
-    def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
-        """Run a micro-batch: return figures of tokens, each [tokens, ...], and sums over them."""
+    def forward(self, model: nn.Module, inputs: Inputs, weights: Columns | None = None) -> Columns:
+        """Run a micro-batch: return figures of tokens, each [tokens, ...], and sums over them.
+        weights: see `Objective.forward`; a head may do without."""
 
     def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return the model's result from figures of the call's tokens, each [tokens, ...], and
@@ -130,7 +131,7 @@ class LogProbabilities:
             given = {name: value for name, value in given.items() if name != OPTION}
         return ModelCall.read(given, of_tokens=True)
 
-    def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
+    def forward(self, model: nn.Module, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch: return figures, each [tokens], and sums of the trained routers."""
         packed = {name: value for name, value in inputs.items() if name != "labels"}
         outputs = model(**packed, fused_lm_head=True, use_cache=False)
@@ -213,8 +214,8 @@ class TokenFigures:
 
     def forward(self, model: nn.Module, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens], and the user's, and sums
-        of the routers. weights: see `Objective.forward`; where log-probabilities alone have some,
-        the head finishes its gradients in the forward."""
+        of the routers. If log-probabilities alone have weights, the head finishes its gradients in
+        the forward."""
         known = weights.get(self.main) if weights is not None and len(weights) == 1 else None
         figures = self._of_tokens(model, inputs, known)
         if self._router is not None:
@@ -364,7 +365,7 @@ class Classes:
         """Return the call with these keyword arguments, whose labels may be of sequences."""
         return ModelCall.read(given, of_tokens=False)
 
-    def forward(self, model: nn.Module, inputs: Inputs) -> Columns:
+    def forward(self, model: nn.Module, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch: return the logits of its tokens, [tokens, labels]."""
         # after the hooks of ZeRO-3, which puts what its backward needs into the head's output
         noting = self._model.score.register_forward_hook(self._note)
