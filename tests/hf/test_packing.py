@@ -1,12 +1,15 @@
 """Rows that TRL's SFTTrainer has packed, on two ranks against the same trainer without
 hf_flexseq."""
 
+from dataclasses import replace
+
 import pytest
 from datasets import Dataset
+from transformers import DataCollatorWithFlattening
 from trl import SFTTrainer
 
 from tests.differential.case import Case, make_trainer
-from tests.differential.runs import both
+from tests.differential.runs import both, run, stock_run
 from tests.hf.test_trainer import dataset
 from tests.hf.trainers import assert_logged_alike, weights_apart
 
@@ -48,3 +51,16 @@ def test_sequences_of_a_packed_row_are_planned_one_by_one(tmp_path):
         if name == "bfd":
             assert lengths[name] == [length for row in rows for length in row["seq_lengths"]]
     assert len(lengths["bfd"]) == 24 > len(lengths["wrapped"]) == len(rows)
+
+
+def test_documents_stay_apart_with_a_cache_and_the_log_says_so(tmp_path, caplog):
+    """Unlike those of the plain Trainer, which it lets see each other in its own attention."""
+    case = Case(
+        settings={"data_collator": DataCollatorWithFlattening(), "use_cache": True},
+        flexseq={"max_tokens_per_rank": 64},
+    )
+    without = replace(case, settings={**case.settings, "use_cache": False})
+    stock, apart = (stock_run(each, tmp_path) for each in (case, without))
+    assert weights_apart(apart, run(0, 1, case, tmp_path)) < 1e-6
+    assert weights_apart(apart, stock) > 1e-3
+    assert "documents of a packed row see each other" in caplog.text

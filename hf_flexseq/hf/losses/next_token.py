@@ -19,7 +19,6 @@ from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.engine.out_of_memory import noted
 from hf_flexseq.hf.engine.sum_trial import SumTrial, loss_of_model
-from hf_flexseq.hf.engine.two_sequences import Value
 from hf_flexseq.hf.losses.added_router_loss import AddedRouterLoss
 from hf_flexseq.hf.losses.planned_loss import PlannedLoss, divisor
 from hf_flexseq.hf.losses.predictions import TokenPredictions, without_metrics
@@ -33,6 +32,7 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.row_outputs import outputs_of_rows
+from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.step_items import StepItem
 from hf_flexseq.steps.training_mode import in_training_mode
 
@@ -66,9 +66,12 @@ class NextTokenLoss(PlannedLoss):
                 around.enter_context(self._router.adding(router))
             yield
 
-    @property
-    def _loss_of_model(self) -> Value:
-        return loss_of_model(self._engine.whole_model, **self._options)
+    def _try_model(self, row: SourceRow, model: nn.Module) -> None:
+        """Refuse code of the user's in the model that mixes sequences. Collective over the world.
+        row: what this rank has drawn for a step."""
+        smooths = self._trainer.args.label_smoothing_factor > 0  # on planned steps alone
+        loss = loss_of_model(self._engine.whole_model, **self._options)
+        self._trial.run(row, model, loss, pads=not smooths)
 
     def _reason_not_shared(self) -> str | None:
         """Return why the loss keeps rows from sharing prefixes, or None."""
@@ -84,7 +87,7 @@ class NextTokenLoss(PlannedLoss):
         step = self._step_of(batch)
         if step is None:
             return torch.zeros((), device=self._trainer.args.device)
-        self._trial.run(step.row, model, self._loss_of_model)
+        self._try_model(step.row, model)
         self._means.begin("train")
         with (
             in_training_mode(model),
@@ -157,7 +160,7 @@ class NextTokenLoss(PlannedLoss):
         # TRL divides by all targets, also those of virtual tokens
         items = step.targets if reads_fused_head(self._trainer) else step.items
         divided_by = divisor(items, self._trainer.args.device)
-        self._trial.run(step.row, model, self._loss_of_model)
+        self._try_model(step.row, model)
         self._means.begin("eval")
         with noted(self._engine.whole_model.planning, step):
             for micro_batch in self._engine.forward_micro_batches(step, model):
@@ -181,7 +184,7 @@ class NextTokenLoss(PlannedLoss):
         found, loss, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
-        self._trial.run(without_metrics(step.row), model, self._loss_of_model)
+        self._try_model(without_metrics(step.row), model)
         self._raise_noted()
         self._sum.add(loss, step.targets)
         return loss if found.loss is None else found.loss, found.predictions, found.labels

@@ -110,7 +110,7 @@ def is_on_samples(trainer: Trainer) -> bool:
 def is_objective(trainer: Trainer) -> bool:
     """Tell if a trainer's loss is known to be no next-token loss: one of TRL's, or of a
     classifier."""
-    return _is_one_of(trainer, _ON_SAMPLES) or is_classifier(_plain_model(trainer))
+    return _is_one_of(trainer, _ON_SAMPLES) or is_classifier(plain_model(trainer))
 
 
 def has_own_loss(trainer: Trainer) -> bool:
@@ -160,7 +160,8 @@ def reads_sums(trainer: Trainer) -> bool:
     return reads_fused_head(trainer) and is_older("trl", FUSED_HEAD_FROM)
 
 
-def _plain_model(trainer: Trainer) -> Any:
+def plain_model(trainer: Trainer) -> Any:
+    """Return the model of a trainer, without adapters."""
     model = trainer.model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

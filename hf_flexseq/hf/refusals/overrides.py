@@ -17,11 +17,12 @@ from enum import Enum
 from typing import Any
 
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
-from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS
+from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, is_objective, plain_model
 from hf_flexseq.steps.users_code import (
     is_known,
     users_backward_hooks,
@@ -130,7 +131,9 @@ def check_overrides(trainer: Any) -> None:
 
 
 def remarks(trainer: Any) -> Iterator[str]:
-    """Yield a line for each piece of users' code that gets other inputs and is not refused."""
+    """Yield a line for each piece of users' code that gets other inputs and is not refused, and
+    for each argument that the plain Trainer treats otherwise."""
+    yield from _other_arguments(trainer)
     where = users_method(trainer, "training_step")
     if where is not None:
         yield (
@@ -149,3 +152,21 @@ def remarks(trainer: Any) -> Iterator[str]:
                 f"{type(callback).__name__}.on_substep_end is called before the work of a step, "
                 "whose batches are planned together, and sees no gradients"
             )
+
+
+def _other_arguments(trainer: Any) -> Iterator[str]:
+    if is_objective(trainer):
+        return
+    factor, model = trainer.args.label_smoothing_factor, type(plain_model(trainer)).__name__
+    if factor and model not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        yield (
+            f"label_smoothing_factor={factor}: the plain Trainer compares the prediction of each "
+            f"token with that token itself, since transformers does not list {model} among causal "
+            "language models; hf_flexseq compares it with the next token"
+        )
+    if getattr(trainer.args, "use_cache", False):
+        yield (
+            "use_cache=True: under the plain Trainer documents of a packed row see each other "
+            "with it, unless attn_implementation is a FlashAttention; with hf_flexseq they do "
+            "not. Training needs no cache: leave it out"
+        )

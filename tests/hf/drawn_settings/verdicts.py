@@ -35,6 +35,8 @@ KNOWN_WARNINGS = (
     "a hook on the backward of a module sees",
     "sees no gradients",
     "differs from call to call",
+    "compares the prediction of each token with that token itself",
+    "documents of a packed row see each other",
 )
 
 # Means over batches under stock, and over the target tokens of a step or a set under hf_flexseq.
