@@ -124,7 +124,11 @@ for is_checkpointed in (True, False):
     ATTENTION.append(("ulysses", SEEING, {"checkpointed": is_checkpointed}))
 
 
-@pytest.mark.parametrize("name, of_context, of_layers", ATTENTION)
+PLAIN = ATTENTION[: len(MICRO_BATCHES)]
+SPECIAL = [pytest.param(*case, marks=pytest.mark.slow) for case in ATTENTION[len(PLAIN) :]]
+
+
+@pytest.mark.parametrize("name, of_context, of_layers", PLAIN + SPECIAL)
 def test_attention_never_waits(name, of_context, of_layers):
     for rank in RANKS:
         with NoHostSync() as mode:
@@ -270,6 +274,7 @@ def test_a_model_never_waits(checkpointed):
         run_model(rank, checkpointed=checkpointed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backwards, checkpointed", zip(pipeline.BACKWARDS, (0, pipeline.LAYERS), strict=True)
 )

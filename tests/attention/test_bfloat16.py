@@ -116,6 +116,7 @@ def test_bfloat16_stays_close_to_one_kernel(world_size):
             assert ratio <= bound, (kernel, strategy, found)
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 @pytest.mark.parametrize(
     "options",
@@ -138,6 +139,7 @@ def test_other_kinds_of_layers_stay_as_close(options):
         assert max(found) < TWICE_ROUNDED, (case, found)
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 def test_sinks_round_a_result_once_more():
     """Kernels return 16 bits, to which a sink's factor is applied. Measured: out 1.477 at most,

@@ -16,6 +16,7 @@ from hf_flexseq.program import ring_steps
 from tests.attention import group
 from tests.attention.dense import dense_attention
 from tests.attention.group import context_of, nodes_of, own_rows, qkv_and_dout
+from tests.budget import others_slow
 from tests.device import DEVICE
 from tests.kernels import cudnn
 from tests.ranks import join, run_ranks, run_threads
@@ -175,7 +176,7 @@ def test_rings_are_exact_however_chunks_travel(large, worthy_pairs, monkeypatch)
     assert_exact(run_threads(run_cases, 4, 2, strategies, FULL_CASES[3:6]))
 
 
-@pytest.mark.parametrize("long", [1, 4, 9, 30])
+@pytest.mark.parametrize("long", others_slow([1, 4, 9, 30], tried=[4]))
 def test_long_sequences_in_calls_of_their_own_are_exact(long, monkeypatch):
     """Windows, chunks shorter than a sequence and softcaps stay in the other kernel's call."""
     kernel = cudnn.Split()

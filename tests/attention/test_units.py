@@ -163,6 +163,7 @@ def test_units_are_exact_on_one_rank():
     assert_exact(run_threads(run_case, 1, ["local"], CASES), alone=True)
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 @pytest.mark.parametrize(
     "world_size",

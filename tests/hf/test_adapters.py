@@ -142,6 +142,7 @@ def new_adapter(monkeypatch, *, mixes):
     return get_peft_model(tiny_llama(), NewConfig(task_type="CAUSAL_LM", **options))
 
 
+@pytest.mark.slow
 def test_an_unknown_method_of_tokens_trains_exactly_and_one_of_rows_is_refused(
     monkeypatch, tmp_path
 ):

@@ -176,6 +176,7 @@ class GenerativeTrainer(FlexSeqMixin, Seq2SeqTrainer):
         return super().get_batch_samples(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_all_that_is_refused_is_said_in_one_launch(tmp_path):
     model = tiny_llama(torch.float32, attention_dropout=0.1)
     model.compile()
@@ -514,6 +515,7 @@ def test_configurations_without_a_meaning(name, config, message):
         check_model(meta_model(name, **config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma2", "Qwen3"])
 def test_a_model_without_some_of_its_layers_is_told_what_to_set(name):
     torch.manual_seed(0)

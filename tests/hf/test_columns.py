@@ -88,6 +88,7 @@ def first_loss(trainer):
     return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HONOURED)
 def test_columns_that_have_a_meaning_train_as_under_the_stock_trainer(name, tmp_path):
     given, for_stock = HONOURED[name]
@@ -100,7 +101,7 @@ def test_columns_that_have_a_meaning_train_as_under_the_stock_trainer(name, tmp_
     assert our_loss(Trainer, tmp_path, row) == pytest.approx(wanted, abs=1e-6)
 
 
-@pytest.mark.parametrize("base", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("base", [Trainer, pytest.param(SFTTrainer, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_columns_that_nothing_reads_are_refused_or_named(name, base, tmp_path, caplog):
     column = name.partition(" ")[0]
@@ -149,6 +150,7 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=1))
 
 
+@pytest.mark.slow
 def test_another_family_honours_targets_types_and_limits(tmp_path):
     """GPT-2 adds an embedding of each type, and one of each position."""
     for given, for_stock in (

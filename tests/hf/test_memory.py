@@ -128,6 +128,7 @@ WITHOUT_CHOICES = ("LongcatFlash", "JetMoe", "Zamba2")
 WITH_CHOICES = [name for name in (*FAMILIES, *HYBRIDS) if name not in WITHOUT_CHOICES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", others_nightly(WITH_CHOICES, tried=["Gemma2", "KimiLinear"]))
 def test_every_family_is_exact_under_any_choices_on_two_nodes(monkeypatch, family):
     keep_float64(monkeypatch)
@@ -352,6 +353,7 @@ def test_what_the_user_has_set_is_a_choice_of_as_many_first_layers(saves):
     assert layers.as_set.in_front().recomputed_layers == -(-LAYERS // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reason", "then"),
     [
@@ -377,6 +379,7 @@ def sft(folder, **settings):
     return sft_trainer(SFTTrainer, folder, 2, flexseq={}, settings=settings)
 
 
+@pytest.mark.slow
 def test_trl_and_activation_checkpointing_do_not_both_offload(tmp_path, monkeypatch):
     # without a GPU TRL finds no device to offload from
     monkeypatch.setattr(sft_module, "get_act_offloading_ctx_manager", lambda model: nullcontext())
@@ -434,6 +437,7 @@ def trained(folder, **settings):
     return weights(trainer.model), forwards.calls, stores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"]
 )
@@ -467,6 +471,7 @@ def files_and_threads():
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+@pytest.mark.slow
 def test_fifty_steps_hold_no_more_than_the_first_and_the_end_frees_it(tmp_path):
     held = []
 

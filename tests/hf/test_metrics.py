@@ -272,6 +272,7 @@ def predicted(folder, **settings):
     return found
 
 
+@pytest.mark.slow
 def test_a_model_that_scales_its_logits_shows_them_scaled(tmp_path):
     peak = showing(lambda logits, labels: logits.amax(dim=-1))
     stock, ours = predicted(tmp_path, model=scaled, **peak)
@@ -320,6 +321,7 @@ class TakesTypesForCausalLM(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
+@pytest.mark.slow
 def test_labels_of_other_names(tmp_path):
     def weighted(logits, labels):
         ids, weights = labels
@@ -359,6 +361,7 @@ def neox():
     return GPTNeoXForCausalLM(config).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [tiny_llama, neox])
 def test_generated_predictions_are_refused_and_a_callback_has_them(tmp_path, model):
     """Stock has them at the first step; ours while it trains, at the same weights."""

@@ -228,6 +228,7 @@ def test_steps_are_those_of_the_plain_trainers(names, tmp_path):
             assert_logged_alike(stock, found, figures, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_its_adapter_is_one_of_peft(tmp_path):
     def trainer_in(folder, **settings):
         plan = {"max_tokens_per_rank": 200}

@@ -95,6 +95,7 @@ def test_calls_without_a_context_are_those_of_transformers():
     assert generated.shape == (1, 8)
 
 
+@pytest.mark.slow
 def test_an_engine_and_a_trial_give_the_functions_back():
     before = functions()
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
@@ -289,7 +290,12 @@ NO_HEADS = {"attention_hidden_size": 32, "num_attention_heads": None}
         ("Jamba", MAMBA_1, f"kinds linear_attention, in a form that is not known; {KNOWN}"),
         ("Mamba", {}, f"kinds linear_attention, .*{KNOWN}"),
         ("MiniMax", {"layer_types": ["linear_attention"] * 2}, KNOWN),
-        ("Zamba", {"num_hidden_layers": 76, "mamba_d_state": 4}, f"kinds hybrid, .*{KNOWN}"),
+        pytest.param(
+            "Zamba",
+            {"num_hidden_layers": 76, "mamba_d_state": 4},
+            f"kinds hybrid, .*{KNOWN}",
+            marks=pytest.mark.slow,
+        ),
         ("Rwkv", NO_HEADS, f"has no num_attention_heads; {KNOWN}"),
         ("Mamba2", {"num_heads": 8, "head_dim": 8}, "Mamba2Mixer of layer 0 is not given the key"),
         (

@@ -17,6 +17,7 @@ import torch
 
 from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.plan.head_layout import HeadLayout
+from tests.budget import others_slow
 from tests.device import DEVICE
 from tests.kernels import large_fused
 from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal, packed
@@ -70,7 +71,9 @@ def assert_like_torch(fused, operation, case, **options):
 
 
 @every_operation
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", others_slow([torch.float64, torch.float32, torch.bfloat16], [torch.bfloat16]), ids=str
+)
 def test_tritons_operations_are_torchs(fused, operation, dtype):
     for case in CASES[operation]:
         assert_like_torch(fused, operation, case, dtype=dtype)

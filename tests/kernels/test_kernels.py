@@ -102,6 +102,7 @@ def test_agrees_with_dense_autograd(kernel, causal):
                     assert_close(x, y.to(dtype), tolerance)
 
 
+@pytest.mark.slow
 @is_causal
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)], ids=str)
 def test_cpu_flash_agrees_with_the_reference_on_longer_sequences(heads, causal):

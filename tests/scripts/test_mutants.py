@@ -49,6 +49,7 @@ def test_a_seed_draws_the_same_mutants_of_every_group_each_on_a_line_of_its_own(
         assert after.count("\n") == before.count("\n")
 
 
+@pytest.mark.slow
 def test_a_planted_fault_changes_what_a_decorated_function_returns_and_goes_again(
     mutants, functions
 ):
@@ -67,6 +68,7 @@ def test_a_planted_fault_changes_what_a_decorated_function_returns_and_goes_agai
     assert rings.ring_rounds("zigzag", 4, chunk_by_chunk=True) == right
 
 
+@pytest.mark.slow
 def test_probes_mark_the_statements_that_run(mutants, functions, monkeypatch):
     faults = [one for one in mutants.mutants_of("plan", FILE) if one.function == "chunks_per_rank"]
     of_hybrid = [index for index, one in enumerate(faults) if one.operator == "comparison"]

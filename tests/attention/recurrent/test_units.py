@@ -194,12 +194,14 @@ def trees(monkeypatch):
         monkeypatch.setitem(TREES, name, made)
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 def test_units_are_exact_on_one_rank():
     cases = [*CASES, *ONE_BY_ONE]
     assert_exact(run_threads(run_case, 1, ["local"], cases, seconds=100), alone=True)
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 @pytest.mark.parametrize(
     "world_size",
