@@ -54,6 +54,7 @@ from hf_flexseq.published.zeppelin.routes import routed_posts
 from hf_flexseq.steps.inputs import with_dummy
 from tests.attention import experts as expert_layer
 from tests.attention.dense import dense_attention
+from tests.attention.exact import row_paths
 from tests.attention.experts import Experts
 from tests.attention.recurrent import stepwise
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
@@ -487,21 +488,13 @@ def _reference(run):
 
 
 def _rows_of(run, leaves):
-    """Every row by itself, which of its tokens no row before it has had, as these count, and its
-    blocks."""
+    """Every row by itself, which of its tokens no row before it has had, and its blocks."""
     units = {unit.sequence: unit for unit in run.plan.units}
     for sequence, leaf in enumerate(leaves):
-        unit = units.get(sequence)
-        if unit is None:
-            if len(leaf):  # a row inside of a unit has its tokens there
-                yield leaf, slice(None), run.blocks.get(sequence, ())
-            continue
-        seen = torch.zeros(len(leaf), dtype=torch.bool)
-        for _, last in unit.rows:
-            ranges = unit.layout.ranges(last, 0, unit.layout.ends[last])
-            path = torch.cat([torch.arange(*one) for one in ranges])
-            yield leaf[path], ~seen[path], ()
-            seen[path] = True
+        if len(leaf):  # a row inside of a unit has its tokens there
+            blocks = run.blocks.get(sequence, ()) if sequence not in units else ()
+            for path, new in row_paths(len(leaf), units.get(sequence)):
+                yield leaf[path], new, blocks
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
