@@ -4,8 +4,8 @@ from hf_flexseq.plan.units import Node, Unit
 
 
 def tree(*nodes, ends=()):
-    """(parent, tokens) of nodes, and the nodes that end a row: all leaves, and those of `ends`, one
-    row for each time that a node is there."""
+    """(parent, tokens) of nodes, and the nodes that end a row: all leaves, and those of `ends`,
+    one row for each time that a node is there."""
     made = tuple(Node(*node) for node in nodes)
     leaves = set(range(len(made))) - {node.parent for node in made}
     return made, tuple(sorted([*ends, *leaves - set(ends)]))
