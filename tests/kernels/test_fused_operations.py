@@ -5,7 +5,6 @@ The interpreter runs what a kernel says, program after program, and takes more t
 does. So the kernels are compiled, too, which needs no GPU. Neither says how fast they are.
 """
 
-import itertools
 import json
 import os
 import subprocess
@@ -173,6 +172,5 @@ def test_the_kernels_compile_once_for_all_numbers_of_rows_and_spill_nothing(
     for record in found["resources"]:
         assert record["spilled"] == 0, record
         assert record["shared"] <= SHARED_BYTES[architecture], record
-    seen = {(record["kernel"], record["architecture"]) for record in found["resources"]}
-    assert seen == set(itertools.product(KERNELS, [architecture]))
+    assert {record["kernel"] for record in found["resources"]} == set(KERNELS)
     assert found["variants"] == dict.fromkeys(KERNELS, 1)
