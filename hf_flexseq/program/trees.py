@@ -15,7 +15,7 @@
 So rows of one prompt with any number of answers take two calls, without a mask or a copy. The
 gradients of a node's keys are sums over all of its descendants, made in the kernel.
 
-Layers with a window or a chunk read few keys of a path, and gather them (`tree_halo.py`).
+Layers with a window or a chunk read few keys of a path, and gather them (`halo_rows.py`).
 """
 
 from collections import defaultdict

@@ -6,9 +6,9 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.shard import Cut
 from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.exchange import Channel
+from hf_flexseq.program.halo_rows import halo_zone
 from hf_flexseq.program.ring_steps import ZoneLayout
 from hf_flexseq.program.tables import Tables
-from hf_flexseq.program.tree_halo import tree_halo_zone
 from hf_flexseq.program.trees import TreeZone, tree_records
 from hf_flexseq.program.zones import ZoneAttention
 
@@ -31,4 +31,4 @@ def whole_tree_zone(
         return TreeZone(rows, tree_records(lengths, trees, tables))
     cuts = [Cut(bounds=(0, length), mirrored=False) for length in lengths]
     layout = ZoneLayout(cuts, ONE_CHUNK, 0, channel.group.ranks[:1], tables)
-    return tree_halo_zone(rows, layout, reach, channel, trees)
+    return halo_zone(rows, layout, reach, channel, trees)
