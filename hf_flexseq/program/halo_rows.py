@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.plan.units import ROOT, Node, UnitLayout, layout_of
@@ -25,7 +23,6 @@ from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.halo import ChunkMessage, HaloZone
 from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.ring_steps import ZoneLayout
-from hf_flexseq.program.tables import IntArray, Tables
 
 Range = tuple[int, int]  # tokens [start, stop) of a sequence, or rows
 
@@ -86,22 +83,13 @@ def halo_zone(
         channel,
         sent=sent,
         received=received,
-        key_rows=_listed_rows(ranges, tables),
+        key_rows=tables.listed(ranges),
         call=call,
     )
 
 
 def _message(peer: int, rows: RowsSpec, parts: Sequence[Part]) -> ChunkMessage:
     return ChunkMessage(peer, rows, tuple(dict.fromkeys(part.key for part in parts)))
-
-
-def _listed_rows(ranges: Sequence[Range], tables: Tables) -> RowsSpec:
-    """Return rows given as ranges, listed one by one: they become a tensor of their own."""
-    parts: list[IntArray] = [np.arange(0)]
-    for start, stop in ranges:
-        parts.append(np.arange(start, stop))
-    rows = np.concatenate(parts)
-    return RowsSpec(len(rows), array=tables.index(rows))
 
 
 class _Reader:
