@@ -1,4 +1,5 @@
-"""The one compiler of the ring family: makes instructions of ring steps (`ring_steps.py`).
+"""The one compiler of the ring family: makes instructions of ring steps (`ring_steps.py`). Read
+`tests/attention/reference_ring.py` first, which is the ring without all that makes it fast.
 
 A *step* of a ring is at most one attention call of this rank: some queries against some keys and
 values of the same sequences. Either side may be held by another rank; which one, and when, is
