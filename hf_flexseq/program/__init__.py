@@ -11,7 +11,7 @@ after layer, and decides nothing.
     tables.py          Tables: the integers that instructions refer to
     exchange.py        messages between ranks
     weave.py           the order in which the zones of a rank go on
-    local.py ring.py ulysses.py hybrid.py
+    calls.py ring.py ulysses.py hybrid.py
                        the attention of a zone, by strategy
     ring_exchanges.py  what the steps of a ring fetch and send back
     halo.py            the attention of a zone whose queries read a window or a chunk

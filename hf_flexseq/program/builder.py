@@ -228,8 +228,13 @@ class Builder:
             self._kernel_lses[lse.number] = made
         return self._kernel_lses[lse.number]
 
-    def columns(self, lse: Value, start: int, stop: int) -> Value:
-        """Return columns [start, stop) of lse: [H, t] -> [H, stop - start], a view."""
+    def columns(self, lse: Value, rows: RowsSpec) -> Value:
+        """Return the columns of some rows of lse: [H, t] -> [H, n], a view where they stand
+        together; it must not change any more."""
+        if rows.array is not None:
+            return self.kernel_lse(self.take(self.turned(lse), rows))
+        assert rows.start is not None, "rows of another rank have no columns here"
+        start, stop = rows.start, rows.start + rows.tokens
         if (start, stop) == (0, lse.shape[1]):
             return lse
         shape = (lse.rows, stop - start)

@@ -22,8 +22,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks, Range, block_rows
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import row_programs
-from hf_flexseq.program.both_ways_zone import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.calls import CallsZone, whole_zone
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.hybrid import hybrid_zone
@@ -35,15 +35,13 @@ from hf_flexseq.program.instructions import (
     RowShape,
     Value,
 )
-from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.ring import ring_zone
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS, ZoneLayout
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
-from hf_flexseq.program.whole_trees import whole_tree_zone
-from hf_flexseq.program.zones import LayerRows, NoZone, Sinks, ZoneAttention
+from hf_flexseq.program.zones import LayerRows, Sinks, ZoneAttention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +158,7 @@ class MicroBatchLayout:
                 blocks=self._block_rows[number] if both_ways else (),
             )
             zones.append(attention)
-        return tuple(zones) or (NoZone(),)
+        return tuple(zones) or (CallsZone(slice(0, 0)),)
 
 
 # What a program of attention does.
@@ -325,12 +323,15 @@ def _zone_attention(
     ranks = zone.group.ranks
     match zone.group.strategy:
         case "local":
-            alone: ZoneAttention
-            if trees := zone.group.trees:
-                alone = whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
-            else:
-                alone = LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
-            return seeing_both_ways(alone, blocks, reach, tables)
+            return whole_zone(
+                rows,
+                zone.lengths,
+                tables,
+                reach=reach,
+                trees=zone.group.trees,
+                blocks=blocks,
+                most_calls=waits,
+            )
         case "ulysses":
             return ulysses_zone(
                 zone, channel, tables, reach, blocks, piece_rows=machine.piece_rows(ranks)

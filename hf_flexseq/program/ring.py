@@ -1,4 +1,5 @@
-"""The one compiler of the ring family: makes instructions of ring steps (`ring_steps.py`).
+"""The one compiler of the ring family: makes instructions of ring steps (`ring_steps.py`). Read
+`tests/attention/reference_ring.py` first, which is the ring without all that makes it fast.
 
 A *step* of a ring is at most one attention call of this rank: some queries against some keys and
 values of the same sequences. Either side may be held by another rank; which one, and when, is
@@ -48,7 +49,7 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.halo import halo_zone
+from hf_flexseq.program.halo_rows import halo_zone
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.ring_exchanges import (
     AHEAD,
@@ -66,7 +67,6 @@ from hf_flexseq.program.ring_steps import (
 )
 from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tables import Tables
-from hf_flexseq.program.tree_halo import tree_halo_zone
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.program.zones import LayerRows, Sinks, ZoneAttention
 
@@ -203,10 +203,8 @@ def ring_zone(
     rows: of the zone among all rows of the rank. worthy_pairs, device: see `make_ring_steps`.
     trees: of each sequence, if any is a unit.
     """
-    if trees:
-        return tree_halo_zone(rows, layout, reach, channel, trees)
-    if not reach.is_full:
-        return halo_zone(rows, layout, reach, channel)
+    if trees or not reach.is_full:
+        return halo_zone(rows, layout, reach, channel, trees)
     steps = make_ring_steps(layout, worthy_pairs=worthy_pairs, device=device)
     return RingZone(rows, steps, channel, layout.tables)
 

@@ -33,18 +33,16 @@ from typing import NamedTuple
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.shard import Zone, contiguous_parts
-from hf_flexseq.program.both_ways_zone import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.calls import whole_zone
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.head_exchange import ArrivingHeads, HeadExchange, LeavingHeads
 from hf_flexseq.program.heads import HeadPiece, HeadShare, head_pieces, read_by, sum_of
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
-from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.program.weave import END, ZoneSteps, within
-from hf_flexseq.program.whole_trees import whole_tree_zone
-from hf_flexseq.program.zones import Attention, LayerRows, Sinks, ZoneAttention
+from hf_flexseq.program.zones import Attention, LayerRows, Sinks
 
 # The backward of one piece: from its number and the tensors that have arrived for it, dout last,
 # each [all tokens, my heads, head_dim], to dq, dk and dv of what the inner attention read.
@@ -75,11 +73,8 @@ def ulysses_zone(
     all_tokens = sum(zone.lengths)
     tokens = [len(part) for part in contiguous_parts(all_tokens, zone.group.degree)]
     rows = slice(0, all_tokens)
-    inner: ZoneAttention = LocalZone(rows, zone.lengths, tables, reach=reach)
     trees = zone.group.trees
-    if trees:
-        inner = whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
-    inner = seeing_both_ways(inner, blocks, reach, tables)
+    inner = whole_zone(rows, zone.lengths, tables, reach=reach, trees=trees, blocks=blocks)
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),

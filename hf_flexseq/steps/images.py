@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.plan.blocks import Blocks, Range
-from hf_flexseq.plan.images import MODALITIES, ImagePlacement, ImageSize
+from hf_flexseq.plan.blocks import Blocks
+from hf_flexseq.plan.images import ImagePlacement, ImageSize
 from hf_flexseq.steps.digests import bytes_of, mark_of
 
 Ints = NDArray[np.int64]
@@ -36,9 +36,6 @@ of one."""
 
 TYPES = ("token_type_ids", "mm_token_type_ids")
 """Columns that say of every token what it stands for: 0 is text."""
-
-NUMBERS = 7
-"""Numbers that describe an image to other ranks."""
 
 
 class UnsupportedImages(NotImplementedError):
@@ -64,11 +61,16 @@ class Image:
     """See `plan.images.ImageSize`."""
 
     @property
-    def numbers(self) -> list[int]:
-        """The NUMBERS by which other ranks know it."""
-        kind = MODALITIES.index(self.modality)
-        sizes = [self.sequence, kind, self.tokens, self.patches, self.pairs, self.data_bytes]
-        return [*sizes, self.mark]
+    def size(self) -> ImageSize:
+        """What other ranks know of it."""
+        return ImageSize(
+            sequence=self.sequence,
+            modality=self.modality,
+            tokens=self.tokens,
+            patches=self.patches,
+            pairs=self.pairs,
+            data_bytes=self.data_bytes,
+        )
 
     @property
     def mark(self) -> int:
@@ -104,49 +106,6 @@ class RowImages:
 
     positions: torch.Tensor | None = None
     """[tokens, axes] These positions; None for a model without, and for a row without images."""
-
-    @property
-    def numbers(self) -> list[int]:
-        """What other ranks know of the images."""
-        return [number for image in self.images for number in image.numbers]
-
-    @property
-    def block_numbers(self) -> list[int]:
-        """What other ranks know of the blocks: of each its sequence, its start and its stop."""
-        numbers: list[int] = []
-        for sequence, ranges in self.blocks.items():
-            for start, stop in ranges:
-                numbers += (sequence, start, stop)
-        return numbers
-
-
-def blocks_of(numbers: Sequence[int], first_sequence: int) -> dict[int, list[Range]]:
-    """Return a rank's blocks by id of a sequence. numbers: the `RowImages.block_numbers`.
-    first_sequence: id of the rank's first sequence."""
-    blocks: dict[int, list[Range]] = {}
-    for at in range(0, len(numbers), 3):
-        sequence, start, stop = numbers[at : at + 3]
-        blocks.setdefault(first_sequence + sequence, []).append((start, stop))
-    return blocks
-
-
-def sizes_of(numbers: Sequence[int], first_sequence: int) -> list[ImageSize]:
-    """Return a rank's images as all ranks know them. numbers: those of `RowImages`.
-    first_sequence: id of the rank's first sequence."""
-    sizes = []
-    for start in range(0, len(numbers), NUMBERS):
-        sequence, kind, tokens, patches, pairs, data_bytes, _ = numbers[start : start + NUMBERS]
-        sizes.append(
-            ImageSize(
-                sequence=first_sequence + sequence,
-                modality=MODALITIES[kind],
-                tokens=tokens,
-                patches=patches,
-                pairs=pairs,
-                data_bytes=data_bytes,
-            )
-        )
-    return sizes
 
 
 def row_starts(images: Sequence[ImageSize]) -> Ints:
