@@ -64,7 +64,6 @@ from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_blocks, random_plan, random_unit
 from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import join, run_threads
-from tests.threads import ThreadGroup
 
 CPU = torch.device("cpu")
 MOST_ERROR = 1e-10
@@ -563,28 +562,7 @@ def error_of(drawn: Run) -> float:
     return run_attention(drawn)
 
 
-class Used:
-    """Counts exchanges of attention that took a collective."""
-
-    def __init__(self) -> None:
-        self.collectives = 0
-
-    def __enter__(self) -> "Used":
-        stock = ThreadGroup.all_to_all
-
-        def all_to_all(*args, **options):
-            self.collectives += "label" in options  # those of experts have none
-            return stock(*args, **options)
-
-        self._patch = mock.patch.object(ThreadGroup, "all_to_all", all_to_all)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.stop()
-
-
-def had(drawn: Run, used: Used) -> set[str]:
+def had(drawn: Run) -> set[str]:
     """What a run was made of."""
     if isinstance(drawn, PipelineRun):
         ranks = drawn.stages * drawn.degree
@@ -605,7 +583,6 @@ def had(drawn: Run, used: Used) -> set[str]:
             "degree above 1": any(group.degree > 1 for group in groups),
             "several zones on a rank": max(zones) > 1,
             "passes": drawn.passes is not None,
-            "collectives of blocks": used.collectives > 0,
             "checkpointing": drawn.checkpoints,
             "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
             "three layers": len(kinds) == 3,
@@ -672,13 +649,12 @@ def run_all(numbers: Iterable[int]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for number in numbers:
         drawn = draw(number)
-        with Used() as used:
-            try:
-                error = error_of(drawn)
-            except (AssertionError, RuntimeError, ValueError) as failed:
-                raise AssertionError(f"run {number} fails: {drawn}") from failed
+        try:
+            error = error_of(drawn)
+        except (AssertionError, RuntimeError, ValueError) as failed:
+            raise AssertionError(f"run {number} fails: {drawn}") from failed
         assert error <= MOST_ERROR, f"run {number} is off by {error}: {drawn}"
-        counts.update(had(drawn, used))
+        counts.update(had(drawn))
         counts["all"] += 1
     return counts
 
