@@ -2,10 +2,10 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
@@ -14,7 +14,13 @@ from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
 from tests.attention.dense import dense_attention
-from tests.attention.group import largest_error, nodes_of, own_rows, qkv_and_dout
+from tests.attention.group import (
+    forward_backward,
+    largest_error,
+    nodes_of,
+    own_rows,
+    qkv_and_dout,
+)
 from tests.device import DEVICE, own_kernel
 from tests.ranks import join
 
@@ -162,20 +168,11 @@ def context_on(communicator, micro_batch, case, *, kernel=None, **options) -> Se
 
 def attend(seq_ctx, case, *, checkpointed=False, both_ways=None):
     """out, dq, dk and dv of this rank, and its part of the gradient of the sinks."""
-    *qkv, dout = own_rows(given(case), seq_ctx.shard)
-    qkv = [x.requires_grad_() for x in qkv]
     options = options_of(case)
     both_ways = case.blocks is not None if both_ways is None else both_ways
-
-    def run(q, k, v):
-        # the layer is no identity, so that a replay has something to compute
-        return sequence_parallel_attention(
-            q * 1, k * 1, v * 1, seq_ctx, **options, both_ways=both_ways
-        )
-
-    out = checkpoint(run, *qkv, use_reentrant=False) if checkpointed else run(*qkv)
-    out.backward(dout)
-    return [out.detach(), *(x.grad for x in qkv)], gradient_of(options["sinks"])
+    layer = partial(sequence_parallel_attention, seq_ctx=seq_ctx, both_ways=both_ways, **options)
+    found = forward_backward(given(case), seq_ctx.shard, layer, checkpointed=checkpointed)
+    return found, gradient_of(options["sinks"])
 
 
 def errors_of(seq_ctx, case, **options) -> Errors:

@@ -2,6 +2,7 @@
 in float64: all kinds of layers that may ask for it, on one rank and on several."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.attention.exact import (
     run_cases,
     wanted,
 )
-from tests.attention.group import largest_error, nodes_of, own_rows, qkv_and_dout
+from tests.attention.group import forward_backward, largest_error, nodes_of, qkv_and_dout
 from tests.budget import others_slow
 from tests.kernels.reference import Reference
 from tests.plans import group, one_group
@@ -257,11 +258,9 @@ def bfloat16_errors(rank, world_size, kernel, both_ways):
     found = {}
     for dtype, used in ((torch.float64, Reference()), (torch.bfloat16, kernel)):
         seq_ctx = context_on(communicator, micro_batch, case, kernel=used)
-        q, k, v, dout = (x.bfloat16().to(dtype) for x in own_rows(whole, seq_ctx.shard))
-        qkv = [x.requires_grad_() for x in (q, k, v)]
-        out = sequence_parallel_attention(*qkv, seq_ctx, both_ways=both_ways)
-        out.backward(dout)
-        found[dtype] = [out.detach(), *(x.grad for x in qkv)]
+        given = [[x.bfloat16().to(dtype) for x in tensors] for tensors in whole]
+        layer = partial(sequence_parallel_attention, seq_ctx=seq_ctx, both_ways=both_ways)
+        found[dtype] = forward_backward(given, seq_ctx.shard, layer)
     return [
         (float((x.double() - y).square().sum()), float(y.square().sum()))
         for x, y in zip(found[torch.bfloat16], found[torch.float64], strict=True)

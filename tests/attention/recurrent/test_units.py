@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, recurrent
 from hf_flexseq.plan import Group, MicroBatch
@@ -14,7 +13,7 @@ from hf_flexseq.plan.units import Unit
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
 from tests.attention.exact import SHARED, Case, group_of, row_by_row
-from tests.attention.group import largest_error, nodes_of, own_rows
+from tests.attention.group import forward_backward, largest_error, nodes_of
 from tests.attention.recurrent import stepwise
 from tests.attention.trees import TREES, tree, units_of
 from tests.device import DEVICE, own_kernel
@@ -135,20 +134,16 @@ def run_case(rank, world_size, strategies, cases):
             seq_ctx = SequenceContext(
                 shard, communicator, kernel, DEVICE, save_attention_output=keeps
             )
-            *tensors, dout = own_rows(given(kind, trees), shard)
-            tensors = [x.requires_grad_() for x in tensors]
             shared = [x.requires_grad_() for x in drawn(99, KINDS[kind][1])]
 
-            def run(*tensors, kind=kind, shared=shared, seq_ctx=seq_ctx):
-                return computed(kind, [x * 1 for x in tensors], shared, seq_ctx)
+            def compute(*tensors, kind=kind, shared=shared, seq_ctx=seq_ctx):
+                return computed(kind, tensors, shared, seq_ctx)
 
-            if (number + place) % 2:
-                out = checkpoint(run, *tensors, use_reentrant=False)
-            else:
-                out = run(*tensors)
-            out.backward(dout)
+            checkpointed = (number + place) % 2 > 0
+            results = forward_backward(
+                given(kind, trees), shard, compute, checkpointed=checkpointed
+            )
             by_sequence, _ = wanted(kind, trees)
-            results = [out.detach(), *(x.grad for x in tensors)]
             error = largest_error(results, by_sequence, shard)
             found[strategy, kind, trees] = (error, [x.grad.tolist() for x in shared])
     return found
