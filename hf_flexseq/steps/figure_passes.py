@@ -18,10 +18,10 @@ repeats m - 1 forwards, and a step of one none. It is the plan's last on every r
 without a part in it keeps none: ranks that share sequences must run their micro-batches in one
 order.
 
-If a loss is a sum over tokens, each with a factor of its own, the weights are these factors,
-whatever the figures are. They are known before any forward and are dispatched first, so one pass
-suffices; the figures are gathered for the loss, which then shows its real gradients. Where these
-are others, the caller drops those of the first pass, and a second one follows.
+If a loss is a sum over tokens, each with its own factor, the weights are these factors, whatever
+the figures are. They are known before any forward and are dispatched first, so one pass suffices;
+the figures are gathered for the loss, which then shows its real gradients. If these differ from
+the weights, the caller drops the first pass's gradients, and a second pass follows.
 
 A loss may also depend on *totals*: sums over all tokens of the step, over all ranks, such as how
 often each expert was chosen. Every rank gets the same totals, and the gradients of all ranks'
@@ -106,8 +106,8 @@ class FigurePasses:
         Collective over the world.
 
         figures: as `first` returned them.
-        gradients: those of this rank's loss with respect to figures and totals, on the CPU, for
-            the names on which the loss depends.
+        gradients: of this rank's loss with respect to figures and totals, on the CPU, for the
+            names on which the loss depends.
         """
         # 1. the gradients of all ranks' losses
         step = self._step
@@ -159,8 +159,8 @@ class FigurePasses:
 
 
 def difference_of(weights: Columns, gradients: Columns) -> str | None:
-    """Return what tells the gradients of a loss from the weights that were known before, in a few
-    words; None for nothing but rounding. Each [tokens, ...] on the CPU."""
+    """Return how the gradients of a loss differ from the weights that were known before, in a few
+    words; None if only by rounding. Each [tokens, ...] on the CPU."""
     for name in sorted({*weights, *gradients}):
         if name not in weights or name not in gradients:
             return f"depends on {name}" if name in gradients else f"does not depend on {name}"
