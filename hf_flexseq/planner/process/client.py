@@ -39,7 +39,8 @@ class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
     def use(self, job: Job) -> None:
-        """Plan by another job what is submitted from now on, of the same kind as the first."""
+        """Plan steps that are submitted from now on by another job, of the same kind as the
+        first."""
 
     def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
         """Ask for the plan of `step`, a number of its own. Returns at once."""
@@ -82,7 +83,7 @@ class InlinePlanner:
         return job.plan(lengths, facts)
 
     def close(self) -> None:
-        """Forget what was submitted."""
+        """Forget all submitted steps."""
         self._submitted.clear()
 
 
