@@ -62,7 +62,7 @@ class Group:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Ids of the drawn rows of its sequences; a unit has several rows."""
+        """Ids of the drawn rows of its sequences: for a unit, of all its rows."""
         if not self.units:
             return self.sequences
         of_units = {unit.sequence: [row for row, _ in unit.rows] for unit in self.units}

@@ -31,7 +31,7 @@ PART_PATCHES = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSize:
-    """What all ranks know of an image, a video or a part of one, of a step."""
+    """The facts that all ranks have of an image, a video or a part of one, in a step."""
 
     sequence: int
     """Id of the sequence that it belongs to."""

@@ -47,8 +47,8 @@ def fit_of(
 ) -> Fit:
     """Return the figures of a sequence on all ranks under a choice.
 
-    length: tokens of the sequence, which need not fit; None for the longest that fits, if one
-    token fits at all. strategy: as in `CostModel.strategies`.
+    length: tokens of the sequence, which need not fit; None for the longest that fits, which must
+    have a token. strategy: as in `CostModel.strategies`.
     """
     assert cost.activations is not None, "only a cost model with activations has choices"
     world = topology.world_size

@@ -3,8 +3,8 @@
 A plan says which ranks work together on which sequences. Here it becomes, for one rank, a
 *program*: a list of plain instructions (take these rows, post this exchange, wait for it, attend,
 merge, ...) over numbered tensors. Every decision is made when the program is compiled: ring steps,
-heads by rank, the order of zones. `attention/replay.py` obeys, layer
-after layer, and decides nothing.
+heads by rank, the order of zones. `attention/replay.py` obeys, layer after layer, and decides
+nothing.
 
     instructions.py    Value, Rows, Instruction, Program, and its text form
     builder.py         Builder: emits instructions

@@ -262,7 +262,8 @@ class Builder:
     def arrived_heads(
         self, flat: Value, tokens: int, heads: Sequence[int], head_dim: int
     ) -> Values:
-        """Return what all ranks sent as views: flat, by rank -> [tokens, heads, D] by tensor."""
+        """Return the heads that all ranks sent, as views: flat, by rank -> [tokens, heads, D] by
+        tensor."""
         outs = tuple(self._value((tokens, count, head_dim), flat.dtype) for count in heads)
         self._emit("arrived_heads", (flat,), outs, tokens, tuple(heads), head_dim)
         return outs

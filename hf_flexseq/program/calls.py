@@ -119,7 +119,7 @@ class CallsZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does."""
+        """Return the same gradients as `backward`."""
         saved = (rows.q, rows.k, rows.v, rows.out, rows.lse)
         return self.backward(b, rows.dout, saved, sinks)
 

@@ -130,7 +130,8 @@ class MicroBatchLayout:
         return self._kept_zones(reach, both_ways=False)
 
     def zones_both_ways(self, reach: Reach) -> tuple[ZoneAttention, ...]:
-        """Return what `zones` does where the tokens of blocks read each other both ways."""
+        """Return the attention of every group where the tokens of blocks read each other both
+        ways."""
         return self._kept_zones(reach, both_ways=True)
 
     def _kept_zones(self, reach: Reach, *, both_ways: bool) -> tuple[ZoneAttention, ...]:

@@ -105,7 +105,7 @@ class Exchange:
         return tuple(values)
 
     def recv_into(self, value: Value, peer: int) -> None:
-        """Add a value [rows, ...] that will hold what `peer` sends."""
+        """Add a value [rows, ...] that will hold the rows that `peer` sends."""
         self.label.peers.add((peer, False))
         if 0 not in value.shape:
             self._recvs.append((value, peer))

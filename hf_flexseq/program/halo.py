@@ -107,7 +107,7 @@ class HaloZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does; the halos are gathered again."""
+        """Return the same gradients as `backward`; the halos are gathered again."""
         gathered = yield from self._gather(b, rows.k, rows.v, until=0.5)
         saved = (rows.q, gathered, rows.out, rows.lse)
         return (yield from self.backward(b, rows.dout, saved, sinks))

@@ -13,9 +13,9 @@ nodes.
 
 USP (arXiv 2405.07719) and LoongTrain (arXiv 2406.18485), with the head side inside.
 
-The layout is `zigzag`'s over all ranks, whatever a node's size: the chunks of a node's
-ranks are two contiguous parts of a sequence, the very chunks of a zigzag over nodes. They only
-have to be put in order.
+The layout is `zigzag`'s over all ranks, whatever a node's size: the chunks of a node's ranks are
+two contiguous parts of a sequence, the very chunks of a zigzag over nodes. They only have to be
+put in order.
 """
 
 from collections.abc import Sequence
@@ -130,7 +130,8 @@ class Reordered:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does. rows: in the outer order, but lse as `inner` saved it."""
+        """Return the same gradients as `backward`. rows: in the outer order, but lse as `inner`
+        saved it."""
         *outer, lse = rows
         inner_rows = LayerRows._make((*(b.take(x, self.inner2outer) for x in outer), lse))
         grads = yield from self.inner.backward_of_rows(b, inner_rows, sinks)
@@ -152,8 +153,8 @@ def _rows_in_order(
     """Return int64 [tokens of the node], the rows of the node's tokens in the order of the
     sequences, first token to last.
 
-    Rows are counted over the ranks of the node, one rank after the other. chunks_by_rank: what
-    each of them holds.
+    Rows are counted over the ranks of the node, one rank after the other. chunks_by_rank: that
+    each rank holds.
     """
     rows_of_chunk = {}
     start = 0

@@ -90,7 +90,8 @@ class RingZone:
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [t, H, D], and what `backward` needs. q [t, H, D], k and v [t, Hkv, D]."""
+        """Return out [t, H, D], and the values for `backward`. q [t, H, D], k and v [t, Hkv,
+        D]."""
         kv = b.pair(k, v)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
         lse_like = Value(-1, q.shape[:2], WIDE)  # [t, H]
         running = RunningResult(b, q)
@@ -132,7 +133,8 @@ class RingZone:
     ) -> ZoneSteps[Values]:
         """Return dq [t, H, D], dk and dv [t, Hkv, D] of this rank's rows, still in float32.
 
-        dout [t, H, D]: gradient of `forward`'s out. saved: what `forward` returned beside it.
+        dout [t, H, D]: gradient of `forward`'s out. saved: the values that `forward` returned
+        beside it.
         """
         q, kv, out, lse = saved
         if sinks is not None:
@@ -173,7 +175,7 @@ class RingZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` returns. rows: lse is [t, H]."""
+        """Return the same gradients as `backward`. rows: lse is [t, H]."""
         saved = (rows.q, b.pair(rows.k, rows.v), rows.out, rows.lse)
         return self.backward(b, rows.dout, saved, sinks)
 

@@ -1,4 +1,4 @@
-"""The exchanges of ring steps: what their calls read, and what their results are about.
+"""The exchanges of ring steps: inputs of their calls, and results for the rows' owners.
 
     RingExchanges   the fetch of a step's inputs, and the return of its results
     Fetches         the fetches of all steps, `AHEAD` of them on their way

@@ -38,8 +38,7 @@ Why no two messages between the same two ranks are mistaken for each other:
 * The roll call has a separate group, and runs when everything else has failed.
 * Between two ranks one side sends on the link of hidden states, the other on the link of
   gradients; where two ranks are a ring, each sends on one link of either kind. The two kinds
-  alternate in
-  the numbers, and repeat them long after a message has arrived.
+  alternate in the numbers, and repeat them long after a message has arrived.
 * On a transport without tags the order of the posts takes their place (`transport.py`).
 
 `tests/distributed/test_tags.py` draws calls of every user and holds them to this table.

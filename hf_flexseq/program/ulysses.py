@@ -179,8 +179,8 @@ class UlyssesZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does, where nothing is kept in the head layout but the
-        log-sum-exp: all that is missing travels together with dout.
+        """Return the same gradients as `backward`, where nothing is kept in the head layout but
+        the log-sum-exp: all missing tensors travel together with dout.
 
         rows: of my tokens, all heads; lse of all pieces, [my heads, all tokens] or as `inner` has
         it.
@@ -218,7 +218,7 @@ class UlyssesZone:
     ) -> ZoneSteps[Values]:
         """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim].
 
-        arriving: by piece, what `piece_backward` reads, dout last.
+        arriving: by piece, the inputs of `piece_backward`, dout last.
         """
         keys_by_rank = pieces[-1].leaving
         # Where ranks share a KV head its gradients are parts of a sum, and not rounded yet.
@@ -275,7 +275,7 @@ class UlyssesZone:
         return Span(time, time)
 
     def _unflat(self, b: Builder, flat: Values, pieces: Sequence[HeadPiece]) -> list[Values]:
-        """Take apart by piece what `_flat` joined."""
+        """Split the values that `_flat` joined, by piece."""
         if len(pieces) == 1 or not self._share(pieces[0]).queries:
             # One piece has all of it; a rank without heads computes none, and so reads nothing.
             return [flat] * len(pieces)

@@ -4,10 +4,10 @@
     . a b c     0 1 1 1            a b c d e      3 and 2 tokens
     d e . .     1 1 0 0
 
-The row is what `DataCollatorForFlexSeq` would have made of the sequences. A packed row has several
-of them: one begins wherever position_ids begin at 0 again. Results of its tokens
-are put back where the padded batch has them. Images of all sequences come together, as a processor
-joins them; the model knows how to divide them.
+`DataCollatorForFlexSeq` would have made the same row of the sequences. A packed row has several of
+them: one begins wherever position_ids begin at 0 again. Results of its tokens are put back where
+the padded batch has them. Images of all sequences come together, as a processor joins them; the
+model knows how to divide them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

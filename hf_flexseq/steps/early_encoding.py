@@ -72,8 +72,8 @@ class EarlyEncoder:
         weights: Weights,
         timing: AbstractContextManager[None],
     ) -> EarlyFeatures | None:
-        """Return what `encode` makes, without gradients; None where memory does not suffice, and
-        where it fails: the step will meet the error in its forward, as other errors.
+        """Return the features that `encode` makes, without gradients; None where memory does not
+        suffice, and where it fails: the step will meet the error in its forward, as other errors.
 
         weights: of the tower. timing: surrounds the work on the device.
         """

@@ -48,7 +48,7 @@ class Objective(Protocol):
 
     @property
     def totals(self) -> Collection[str]:
-        """Names among what `forward` returns that are sums over the tokens of a micro-batch."""
+        """Names of results of `forward` that are sums over the tokens of a micro-batch."""
 
     def forward(self, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...], by name, and sums
@@ -87,7 +87,7 @@ class FigurePasses:
         self._kept: Columns | None = None  # figures of the first pass, with their graph
 
     def first(self) -> Columns:
-        """Run every micro-batch forward, and return what `figures_of` does. The plan's last
+        """Run every micro-batch forward, and return figures as `figures_of` does. The plan's last
         micro-batch keeps its graph for `second`. Collective over the world."""
         step = self._step
         step.begin(step.second_order(), follows=True)
@@ -129,9 +129,9 @@ class FigurePasses:
             self._backward(index, own, weights[index] | of_totals)
 
     def only(self, weights: Columns) -> Columns:
-        """Run forward and backward of every micro-batch; return what `figures_of` does. Collective
-        over the world. weights: this rank's gradients by figure, each [tokens, ...] on the CPU,
-        for the same names on all ranks."""
+        """Run forward and backward of every micro-batch; return figures as `figures_of` does.
+        Collective over the world. weights: this rank's gradients by figure, each [tokens, ...] on
+        the CPU, for the same names on all ranks."""
         step = self._step
         dispatched = step.exchange.dispatch(weights, step.routes)
         step.begin(step.indices)

@@ -81,7 +81,7 @@ class ImageReader(Protocol):
         """True if the features of an image differ each time, as under dropout."""
 
     def planned(self, step: DrawnStep) -> DrawnStep:
-        """Return a step that says how its images are encoded, and what memory they take."""
+        """Return a step that says how its images are encoded, and how much memory they take."""
 
 
 class VersionedJob(Protocol):

@@ -29,8 +29,8 @@ class Route(NamedTuple):
     """[world]"""
 
     order: torch.Tensor
-    """[received] The index of each row that this rank wants among the arriving rows, which are
-    ordered by rank."""
+    """[received] Where each row that this rank wants is among the arriving rows, which come by
+    rank."""
 
     def bring(self, rows: torch.Tensor, carry: Carry) -> torch.Tensor:
         """Return the rows that this rank wants, [received, ...], of all ranks' rows [n, ...].

@@ -117,7 +117,7 @@ def common_dtypes(of_ranks: Sequence[Mapping[str, str]], phase: str) -> Mapping[
 
 
 def _only_in(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
-    """Return what `dtypes` has that the others have not, for people."""
+    """Return a text of the entries of `dtypes` that the others lack."""
     own = [f"{name}: {dtype}" for name, dtype in dtypes.items() if others.get(name) != dtype]
     return ", ".join(own) or "without"
 

@@ -52,7 +52,7 @@ class Planner(Protocol):
         """
 
     def result(self, step: int) -> Any:
-        """Return the plan of a submitted step, once; raise what planning raised."""
+        """Return the plan of a submitted step, once; raise the error that planning raised."""
 
     def close(self) -> None:
         """End the planner. Plans not fetched are lost."""
@@ -157,7 +157,7 @@ class PlannerWorker:
         """Return the plan of a submitted step, once. Waits as long as the process takes; `wait`
         sets a limit. The first step of a quick job is planned here.
 
-        Raises what planning raised, or RuntimeError when the process died.
+        Raises the error that planning raised, or RuntimeError when the process died.
         """
         if step not in self._submitted:
             raise ValueError(f"step {step} was not submitted, or its result was fetched before")

@@ -17,7 +17,7 @@ target the emptiest is best (worst fit). All terms are nanoseconds of the object
 4. Count its time and tokens on that block and on all blocks that share ranks with it. A block's
    load is its fullest rank's.
 5. Raise the micro-batch's target to the load that the block has reached: all ranks wait for it
-anyway.
+   anyway.
 
 The slow twin is `placed_one_by_one` in tests/planner/brute.py: one candidate, one rank at a time;
 tests/planner/test_parts.py compares the two.
