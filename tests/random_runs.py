@@ -36,7 +36,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
@@ -359,7 +359,7 @@ def _run_shard(shard, weight, run, communicator, expert_group):
 
     def attend(x, layer):
         if run.kinds[layer].recurrent is not None:
-            return _recurrent(x, layer, weight, run, functools.partial(_across_ranks, seq_ctx))
+            return _recurrent(x, layer, weight, run, seq_ctx)
         qkv, options = _asked(x, layer, weight, run)
         both_ways = run.kinds[layer].both_ways
         out = sequence_parallel_attention(*qkv, seq_ctx, **options, both_ways=both_ways)
@@ -400,32 +400,8 @@ def _asked(x, layer, weight, run):
     return (x * (1 + layer), x[:, :kv_heads], v), options
 
 
-ACROSS_RANKS = {
-    "convolution": recurrent.causal_convolution,
-    "gated delta": recurrent.gated_delta_rule,
-    "kimi delta": recurrent.kimi_delta_rule,
-    "mamba2": recurrent.mamba2_scan,
-}
-STEPWISE = {
-    "convolution": stepwise.convolution,
-    "gated delta": stepwise.delta_rule,
-    "kimi delta": stepwise.delta_rule,
-    "mamba2": stepwise.mamba2,
-}
-
-
-def _across_ranks(seq_ctx, kind, *tensors, **options):
-    """A recurrent layer of a micro-batch."""
-    return ACROSS_RANKS[kind](*tensors, seq_ctx, **options)
-
-
-def _stepwise(kind, *tensors, **options):
-    """The same of one whole sequence, token by token."""
-    return STEPWISE[kind](*tensors, **options)
-
-
-def _recurrent(x, layer, weight, run, compute):
-    """[tokens, heads, head_dim] -> the same shape. compute: `_across_ranks` or `_stepwise`."""
+def _recurrent(x, layer, weight, run, seq_ctx=None):
+    """[tokens, heads, head_dim] -> the same shape; without a context of one whole sequence."""
     kind = run.kinds[layer].recurrent
     tokens, heads, _ = x.shape
     keys = x[:, : run.heads[1]]  # of which each serves some heads
@@ -435,17 +411,19 @@ def _recurrent(x, layer, weight, run, compute):
     if kind == "convolution":
         taps = torch.arange(1, 2 + layer + run.number % 3, dtype=x.dtype)
         channel = weight.flatten().unsqueeze(1)
-        rows = compute(kind, x.flatten(1), (channel * taps).sin(), weight.flatten() / 2)
+        rows = stepwise.layer(
+            kind, seq_ctx, x.flatten(1), (channel * taps).sin(), weight.flatten() / 2
+        )
         return _widened(rows.view(tokens, heads, HEAD_DIM).tanh())
     if kind == "mamba2":
         steps = {"dt_bias": weight[:, 2], "dt_softplus": True, "dt_limit": (0.01, 2.0)}
         tensors = (x, x[..., 0], -weight[:, 0].exp(), keys, keys.tanh())
-        return _widened(compute(kind, *tensors, D=weight[:, 1], **steps).tanh())
+        return _widened(stepwise.layer(kind, seq_ctx, *tensors, D=weight[:, 1], **steps).tanh())
     if kind == "kimi delta":
         keys = x.tanh()  # one for each head
     g = -functional.softplus(x if kind == "kimi delta" else x[..., 0])
     tensors = (keys, keys * 2 + 1, x[..., : HEAD_DIM - 1], g, x[..., 1].sigmoid())
-    return _widened(compute(kind, *tensors, l2norm=True))
+    return _widened(stepwise.layer(kind, seq_ctx, *tensors, l2norm=True))
 
 
 def _widened(out):
@@ -475,7 +453,7 @@ def _reference(run):
         y = leaf * weight
         for layer, kind in enumerate(run.kinds):
             if kind.recurrent is not None:
-                y = _recurrent(y, layer, weight, run, _stepwise)
+                y = _recurrent(y, layer, weight, run)
             else:
                 qkv, options = _asked(y, layer, weight, run)
                 own_blocks = blocks if kind.both_ways else ()

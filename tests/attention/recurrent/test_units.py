@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from hf_flexseq.attention import SequenceContext, recurrent
+from hf_flexseq.attention import SequenceContext
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
@@ -56,13 +56,6 @@ KINDS = {
         {"A": (HEADS,), "D": (HEADS,), "dt_bias": (HEADS,)},
     ),
 }
-ACROSS_RANKS = {
-    "convolution": recurrent.causal_convolution,
-    "wide convolution": recurrent.causal_convolution,
-    "gated delta": recurrent.gated_delta_rule,
-    "kimi delta": recurrent.kimi_delta_rule,
-    "mamba2": recurrent.mamba2_scan,
-}
 
 
 def drawn(seed, shapes, tokens=()):
@@ -76,18 +69,14 @@ def computed(kind, tensors, shared, seq_ctx=None):
     of_tokens, of_all = KINDS[kind]
     x = dict(zip(of_tokens, tensors, strict=True))
     x |= zip(of_all, shared, strict=True)
-    across = [] if seq_ctx is None else [seq_ctx]
     if "convolution" in kind:
-        compute = ACROSS_RANKS[kind] if across else stepwise.convolution
-        return compute(x["x"], x["weight"], x.get("bias"), *across)
+        return stepwise.layer("convolution", seq_ctx, x["x"], x["weight"], x.get("bias"))
     if kind == "mamba2":
-        compute = ACROSS_RANKS[kind] if across else stepwise.mamba2
         given = [x["x"], x["dt"], -x["A"].exp(), x["B"], x["C"]]
         options = {"dt_bias": x["dt_bias"], "dt_softplus": True, "dt_limit": (0.01, 2.0)}
-        return compute(*given, *across, D=x["D"], **options)
-    compute = ACROSS_RANKS[kind] if across else stepwise.delta_rule
+        return stepwise.layer(kind, seq_ctx, *given, D=x["D"], **options)
     given = [x["q"], x["k"], x["v"], -0.3 * x["g"].exp(), x["beta"].sigmoid()]
-    return compute(*given, *across, l2norm=True)
+    return stepwise.layer(kind, seq_ctx, *given, l2norm=True)
 
 
 def out_shape(kind):
