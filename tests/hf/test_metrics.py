@@ -1,6 +1,8 @@
 """`compute_metrics` and `predict()` of causal language models: the arrays of the plain Trainer on
 as many ranks, made of logits that are never gathered."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
+from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from tests.hf.test_trainer import logged, loss_of_targets, padded
 from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama
 from tests.hf.trainers import trainer_of
@@ -290,6 +293,18 @@ def test_rows_without_labels_are_predicted(tmp_path, base):
     np.testing.assert_array_equal(
         at_tokens(ours.predictions, LENGTHS[:5]), at_tokens(stock.predictions, LENGTHS[:5])
     )
+
+
+def test_a_loss_of_ones_own_and_predictions_take_one_pass(tmp_path, monkeypatch):
+    steps = Mock(wraps=FlexSeqEngine.step_of)
+    monkeypatch.setattr(FlexSeqEngine, "step_of", lambda *args, **named: steps(*args, **named))
+    given = {
+        "base": OwnLoss,
+        "per_device_eval_batch_size": len(LENGTHS),
+        "compute_metrics": Seen(),
+    }
+    make(True, tmp_path, **given, **showing(best)).evaluate()
+    assert steps.call_count == 1
 
 
 def test_chunks_see_the_labels_of_their_tokens(tmp_path, monkeypatch):

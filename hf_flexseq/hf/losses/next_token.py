@@ -32,7 +32,7 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.row_outputs import outputs_of_rows
-from hf_flexseq.steps.source_row import SourceRow
+from hf_flexseq.steps.source_row import Columns, SourceRow
 from hf_flexseq.steps.step_items import StepItem
 from hf_flexseq.steps.training_mode import in_training_mode
 
@@ -178,12 +178,20 @@ class NextTokenLoss(PlannedLoss):
     ) -> Prediction:
         """Return loss, a scalar, predictions and labels of a padded batch."""
 
-        def forward(micro_batch: Inputs, divided_by: torch.Tensor) -> torch.Tensor:
-            return self._forward(model, micro_batch, divided_by)
+        device = self._trainer.args.device
+        losses = []
 
-        found, loss, step = tokens.predict(batch, forward)
+        def forward(micro_batch: Inputs, step: RankMicroBatches) -> Columns:
+            losses.append(self._forward(model, micro_batch, divisor(step.targets, device)))
+            return {}
+
+        found, figures, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
+        loss = torch.stack(losses).sum()
+        router = self._engine.whole_model.router
+        if router is not None:
+            loss = loss + router.weighted(figures).to(device)
         self._try_model(without_metrics(step.row), model)
         self._raise_noted()
         self._sum.add(loss, step.targets)
