@@ -132,8 +132,8 @@ class ChunkContext:
         return LayerChunk(self, self._cut, layer, keeps_grad=keeps_grad)
 
     def carrying(self, layer: int, call: int, *, keeps_grad: bool) -> Carrying | None:
-        """Return what a recurrent layer's call of this number carries; None if all sequences are
-        whole. keeps_grad: True if a backward will follow"""
+        """Return the state carried by a recurrent layer's call of this number; None if all
+        sequences are whole. keeps_grad: True if a backward will follow"""
         if self._cut is None:
             return None
         cut = self._cut.part
@@ -256,7 +256,8 @@ class ChunkInLayer:
         return self.chunk.of_layer(layer, keeps_grad=keeps_grad)
 
     def carrying(self, *, keeps_grad: bool) -> Carrying | None:
-        """Return what the next recurrent call carries; None if all sequences are whole."""
+        """Return the state that the next recurrent call carries; None if all sequences are
+        whole."""
         region = checkpointed_region()
         replay = region.hook if region is not None and region.replays else None
         if replay is not self._replay:  # of a layer that checkpoints itself: a new run begins

@@ -36,8 +36,8 @@ def reduce_gradients(stage: Stage, neighbours: Neighbours) -> None:
 
 
 def equalise(stage: Stage, neighbours: Neighbours) -> None:
-    """Give replicas of a stage, and the two copies of a tied tensor, the same values: those of the
-    first rank that has them. Collective over the world."""
+    """Give all replicas of a stage, and both copies of a tied tensor, the values of the first rank
+    that has them. Collective over the world."""
     if neighbours.replicas is not None:
         for tensor in (*stage.stack.model.parameters(), *stage.stack.model.buffers()):
             neighbours.replicas.broadcast(tensor.detach())

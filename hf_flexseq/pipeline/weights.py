@@ -206,7 +206,7 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dx [..., in_features] for dy [..., out_features]. The gradients of weight and
-        bias are added to those of the Linear, unless the store has kept their product."""
+        bias are added to the Linear's `grad`s, unless the store has kept their product."""
         # What torch's `once_differentiable` refuses later, at a price for each of many calls.
         assert not torch.is_grad_enabled(), "the backward of a pipeline has no backward itself"
         (x,) = ctx.saved_tensors

@@ -5,7 +5,7 @@
             inside the unit
     action  2F0.1: stage 2 runs the Forward of unit 0's chunk 1
 
-Kinds are those of zero-bubble schedules (arXiv 2401.10241, section 2): F forward, B the whole
+The kinds follow zero-bubble schedules (arXiv 2401.10241, section 2): F forward, B the whole
 backward, or its two parts, I for the gradient of the input, which the previous stage needs, and W
 for the gradient of the weights, which no other stage needs. Sends and receives are implied: F
 receives from the previous stage and sends to the next one, B and I the reverse.
@@ -276,7 +276,7 @@ def _check_chunks(plan: PipelinePlan) -> None:
 def _check_slices(chunk: Chunk, plan: PipelinePlan, reached: list[int]) -> None:
     """Raise ValueError unless every slice continues where previous chunks ended.
 
-    reached: [sequences] tokens in previous chunks; those of `chunk` are added.
+    reached: [sequences] tokens in previous chunks; this function adds the tokens of `chunk`.
     """
     name = f"chunk {chunk.unit}.{chunk.index}"
     if not chunk.slices:
