@@ -1,5 +1,5 @@
-"""The numbers of a cost model: their meaning and units, their checks, what they leave room for,
-and JSON.
+"""The numbers of a cost model: their meaning and units, their checks, the tokens that fit into
+memory, and JSON.
 
 `model.py` has the seconds that follow. Numbers are estimated from the figures of a model and a
 device (`analytic_model.py`), fitted while a run goes on (`correction.py`), or published
@@ -87,7 +87,7 @@ class CostConstants(Constants):
     widest_window: Annotated[int, Bounds(most=MAX_TOKENS)] = 0
     """Tokens of the widest window or chunk of a layer; 0 where all layers read all keys."""
     experts: ExpertLayers | None = None
-    """Layers whose experts lie on several ranks; None where every rank computes its own."""
+    """Layers with experts on several ranks; None where every rank computes its own tokens."""
     tower: TowerCost | None = None
     """The vision tower; None without one."""
     activations: Activations | None = None
@@ -182,7 +182,7 @@ class CostConstants(Constants):
 
     def check_images(self, images: Sequence[ImageSize]) -> None:
         """Raise ValueError unless the tower's seconds for all images of a step, on one rank, can
-        be counted like those of its sequences."""
+        be counted, with the same limit as for sequences."""
         if self.tower is None:
             return
         seconds = sum(self.tower.image_ns(image) for image in images) / 1e9
@@ -194,8 +194,8 @@ class CostConstants(Constants):
             )
 
     def experts_text(self, world_size: int, *, before: str = "") -> str:
-        """Return how experts lie over ranks, in words; "" where none lie on several. before: a
-        prefix."""
+        """Return the distribution of experts over ranks, in words; "" if every rank computes its
+        own tokens. before: a prefix."""
         return "" if self.experts is None else f"{before}{self.experts.text(world_size)}"
 
     # ---- JSON

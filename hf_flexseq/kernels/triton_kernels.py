@@ -24,7 +24,7 @@ ADD = tl.constexpr(1)
 
 
 def odd(size: int) -> int:
-    """Return an odd number above 1 that encodes a size, so that Triton does not specialise on it."""
+    """Return an odd number above 1 that encodes a size, so Triton does not specialise on it."""
     return 2 * size + 3
 
 
