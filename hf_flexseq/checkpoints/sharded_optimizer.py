@@ -26,7 +26,7 @@ from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
 
 PART_BYTES = 2 * 2**30
-"""The most bytes of a part with more than one tensor: what a rank keeps on its host to write."""
+"""The most bytes of a part with more than one tensor, which a rank keeps on its host to write."""
 
 
 def save_sharded_optimizer(

@@ -166,8 +166,8 @@ class Transfers:
     ) -> None:
         """Post contiguous tensors to and from global ranks, each a (tensor, peer).
 
-        Nothing is posted for a tensor without elements, which both sides know. Several tensors for
-        one peer must stand in the same order on both sides; they take the tags from `tag` on.
+        Nothing is posted for a tensor without elements, which both sides know. Both sides must
+        list several tensors for one peer in the same order; they take the tags from `tag` on.
         """
         # 1. the messages of each lane
         sends_by_lane: dict[Lane, list[Message]] = {}

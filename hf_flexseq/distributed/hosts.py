@@ -81,9 +81,9 @@ def ranks_of_machine() -> int:
 
 
 def last_error(said: str) -> str:
-    """Return the last error in what the ranks of a launcher have said on stderr, as one line.
+    """Return the last error that the ranks of a launcher have written to stderr, as one line.
 
-    Returns their last lines where none is an error, and "" where they said nothing.
+    said: everything on stderr. Returns the last lines where none is an error, and "" for no text.
     """
     lines = [RANK_PREFIX.sub("", line).strip() for line in said.splitlines()]
     for line in reversed(lines):

@@ -56,7 +56,7 @@ class KernelCall(NamedTuple):
     """True if transfers of this rank are under way."""
 
     def part(self, rows: slice, keys: slice, segments: Segments) -> "KernelCall":
-        """Return the call of some of the sequences, whose rows stand together: views."""
+        """Return the call of some of the sequences, whose rows are adjacent: views."""
         q, k, v = self.q[rows], self.k[keys], self.v[keys]
         return self._replace(q=q, k=k, v=v, segments=segments)
 

@@ -2,7 +2,7 @@
 
     out[t, c] = bias[c] + sum over j < W of weight[c, j] x[t - W + 1 + j, c]
 
-Rows lie one after the other, [tokens, channels], as they come from a linear layer. The sum over W
+Rows follow each other, [tokens, channels], as they come from a linear layer. The sum over W
 shifted products touches each row W times, in blocks of rows that fit into a cache. torch's own
 convolution wants the channels first, copies rows to and fro, and takes three times as long on a
 CPU. Sums are taken in float32 (float64 for float64).

@@ -1,4 +1,4 @@
-"""Describe where the sequences of one packed attention call lie: their lengths, known on the host,
+"""Describe where the sequences of one packed attention call are: their lengths, known on the host,
 and the same lengths on the device.
 
 The lengths are Python ints because every decision about them is taken on the host (loops, launch
