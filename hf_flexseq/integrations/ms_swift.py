@@ -94,7 +94,7 @@ class PlannedTrainer(FlexSeqMixin, TransformersLoss):
 
 
 class _Settings(NamedTuple):
-    """What ms-swift makes a trainer of."""
+    """The arguments from which ms-swift makes a trainer."""
 
     model: Any
     args: Any
