@@ -49,7 +49,7 @@ _PLAIN = bool | int | float | str | None  # what JSON gives back as it was
 
 
 def clear(folder: Path) -> None:
-    """Make `folder`, and remove what earlier saves have left in it."""
+    """Make `folder`, and remove the files of earlier saves from it."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in _WRITTEN:
         for file in folder.glob(pattern):

@@ -149,7 +149,7 @@ def _best_plans(results: Sequence[Result]) -> list[RecordedStep]:
 
 
 def _planners_text(results: Sequence[Result], options: Namespace) -> str:
-    """Return what planning brings over the best single degree, in a few sentences."""
+    """Return the gain of planning over the best single degree, in a few sentences."""
     able = {}
     apart = None  # `auto` without shared prefixes
     for result in results:

@@ -46,7 +46,7 @@ class AttentionKernel(Constants):
     tile: Tokens
     """Keys, or queries, that a block walks over at once."""
     block_tiles: Amount
-    """A block's time besides its tiles, in tiles."""
+    """Time that a block takes besides its tiles, in tiles."""
     own_paces: tuple[tuple[Whole, Positive], ...] = ()
     """(tokens, pace over an endless tile's), ascending, of causal sequences in calls of their
     own, which begin with the first of them; () where all sequences share a call."""

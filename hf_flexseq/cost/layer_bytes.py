@@ -1,8 +1,8 @@
 """Bytes of activations, computed from a model's sizes, for a decoder layer as transformers writes
 it: norms in float32, a gated MLP or experts, residual sums.
 
-With h the width of hidden states, i the width inside of the MLP (e inside of an expert, with a
-experts per token), q the width of all queries, k of all keys, b the bytes of a number and w the
+With h the width of hidden states, i the width inside of the MLP (e inside of an expert, of which a
+work on a token), q the width of all queries, k of all keys, b the bytes of a number and w the
 bytes of a number between layers, a layer keeps for each token
 
     two norms        2 (4 h + w h)         the input in float32, and the normalised rows

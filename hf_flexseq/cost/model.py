@@ -115,7 +115,7 @@ class CostModel(CostConstants):
     def strategies(self, strategy: str) -> tuple[str, ...]:
         """Return the strategies that groups of two ranks and more may use.
 
-        strategy: `auto`, one strategy, or what `allowed` returns. Raises ValueError for a strategy
+        strategy: `auto`, one strategy, or a result of `allowed`. Raises ValueError for a strategy
         that this model cannot price.
         """
         if strategy in ("auto", WITH_HYBRIDS) and self.ring_bytes is None:

@@ -225,7 +225,8 @@ def shards_span_nodes(topology: Topology, replicas: int) -> bool:
 
 
 def replicated(cost: CostModel, replicas: int) -> CostModel:
-    """Return `cost` where so many replicas each hold what otherwise all ranks hold together."""
+    """Return `cost` with the sharded state held by each of so many replicas, instead of once by
+    all ranks together."""
     if replicas == 1:
         return cost
     return replace(cost, sharded_state_bytes=cost.sharded_state_bytes * replicas)

@@ -1,7 +1,7 @@
 """The ranks of a job as attention sees them: who is near, and how messages reach them.
 
-Below is a transport (`transport.py`), which moves tensors and knows nothing of plans. Here is what
-plans ask of it:
+Below is a transport (`transport.py`), which moves tensors and knows nothing of plans. This module
+has the operations that plans need:
 
     Communicator    this rank, the topology, and the lanes that messages take
     Transfers       some sends and receives, posted at once and waited for once

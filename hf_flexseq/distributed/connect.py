@@ -6,8 +6,8 @@ Backends are asked for by device, never by the name of the job's group: that may
 A process may have any number of trainers, one after the other. They share one transport, and with
 it all groups and lanes, as long as the job's own process group lives.
 
-If one machine alone allows too few descriptors, all ranks refuse. They have no group yet, so they
-exchange the refusal in the store of the job's rendezvous.
+If one machine alone allows too few descriptors, all ranks refuse. hf_flexseq has no groups yet
+then, so ranks exchange the refusal in the store of the job's rendezvous.
 """
 
 import json

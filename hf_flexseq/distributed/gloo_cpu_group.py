@@ -143,8 +143,8 @@ class GlooCpuGroup(CpuGroup):
     # ---- how
 
     def _meet(self, data: bytes) -> "_Meeting":
-        """Send every rank the size of `data`, and `data` itself if there is room for it. Returns
-        what all ranks have sent.
+        """Send every rank the size of `data`, and `data` itself if it fits into the message.
+        Returns the messages of all ranks.
 
         Raises LostRank that names the ranks which are gone, or the first one that is silent.
         """

@@ -1,7 +1,7 @@
 """The ranks of each machine.
 
-1. All ranks gather what their launcher has set (LOCAL_WORLD_SIZE, by torchrun and accelerate), and
-   the name of their host.
+1. All ranks gather the number of ranks per node that their launcher has set (LOCAL_WORLD_SIZE, by
+   torchrun and accelerate), and the name of their host.
 2. If launchers set nothing (srun, mpirun), ranks with the same host name share a node.
 3. Otherwise the launcher's number counts, and ranks of a node must have the same host name. Two
    nodes may have one name, since they may be emulated on one machine.

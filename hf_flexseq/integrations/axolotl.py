@@ -46,7 +46,7 @@ _OWN_RL = ("dpo", "ipo", "kto", "grpo", "gdpo")  # losses on log-probabilities o
 
 
 def flexseq_arguments(block: Mapping[str, Any] | None) -> FlexSeqArguments:
-    """Return the options of a `flexseq:` block. Raises what `options_in` raises."""
+    """Return the options of a `flexseq:` block. Raises as `options_in` does."""
     return options_in(block or {}, "axolotl")
 
 

@@ -79,7 +79,7 @@ def parse(command: str, words: Sequence[str]) -> tuple[Any, ...]:
     """Return the arguments of the script's `main`, and after them the `FlexSeqArguments`.
 
     words: options of the command line; `--config FILE` names a YAML file with more of them.
-    Raises ValueError for unknown options and for a pipeline, and passes on errors of the options.
+    Raises ValueError for unknown options and for a pipeline, and as `FlexSeqArguments` does.
     """
     own = import_module(f"trl.scripts.{command}").make_parser()
     parser = Parser((*own.dataclass_types, FlexSeqArguments), prog=f"trl {command}")

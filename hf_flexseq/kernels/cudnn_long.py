@@ -143,7 +143,7 @@ def _operator(device: torch.device) -> _Operator:
 
 
 def _attend(call: KernelCall, operator: _Operator) -> Tensors:
-    """Return out [1, H, n, D], lse [1, H, n, 1], and what else the operator gives."""
+    """Return out [1, H, n, D], lse [1, H, n, 1], and the operator's other results."""
     found: Tensors = torch.ops.aten._scaled_dot_product_cudnn_attention(
         operator.dense(call.q),
         operator.dense(call.k),
@@ -163,8 +163,8 @@ def _attend(call: KernelCall, operator: _Operator) -> Tensors:
 
 @functools.cache
 def is_verified(heads: Heads, device: torch.device, other: tuple[Forward, Backward]) -> bool:
-    """Tell whether cuDNN is faster on this device and computes what another kernel does; log if it
-    does not.
+    """Tell whether cuDNN is faster on this device and agrees with another kernel; log if it does
+    not.
 
     other: the forward and the backward of that kernel.
     """

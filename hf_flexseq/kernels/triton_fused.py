@@ -196,7 +196,7 @@ def _launch_rows(
 def _pair(
     whole: torch.Tensor, rows: Rows, part: torch.Tensor, blocks: int, width: int
 ) -> tuple[Any, ...]:
-    """Return what `rows_kernel` is told of whole [t, ...] and part [n, ...], but for the tiles.
+    """Return the arguments of `rows_kernel` for whole [t, ...] and part [n, ...], but for tiles.
 
     blocks: programs of the pair. width: elements of a row.
     """

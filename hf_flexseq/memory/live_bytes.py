@@ -134,7 +134,7 @@ class StandInKernel:
 def stand_in_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any
 ) -> torch.Tensor:
-    """Stand for `chunked_cross_entropy_sum`: hidden [T, C], weight [V, C], bias [V] -> scalar."""
+    """Replace `chunked_cross_entropy_sum`: hidden [T, C], weight [V, C], bias [V] -> scalar."""
     total: torch.Tensor = _Sum.apply(hidden, weight, bias)
     return total
 

@@ -175,8 +175,8 @@ class HostStore:
         self._let_go(before=self._number + 1)
 
     def _let_go(self, *, before: int, places: int = -1) -> None:
-        """Free tensors of earlier layers that have left: all of those before a layer, and of that
-        layer itself the first `places + 1`."""
+        """Free tensors that have left: all tensors of the layers before `before`, and the first
+        `places + 1` of layer `before` itself."""
         while self._leaving:
             first = self._leaving[0]
             is_due = first.layer < before or (first.layer == before and first.place <= places)

@@ -97,8 +97,8 @@ class KVCarry:
         keeps_grad: bool,
         runs_again: bool = False,
     ) -> "Carried":
-        """Return what `layer` carries of the sequence that `part` belongs to; it begins with the
-        sequence's first chunk.
+        """Return the keys and values that `layer` carries of the sequence to which `part` belongs,
+        beginning with the sequence's first chunk.
 
         length: tokens of the sequence
         keeps_grad: True if a backward will follow; otherwise the sequence is over with its last

@@ -4,7 +4,7 @@ context of a micro-batch.
 A chunk's row is [the part of a cut sequence | whole sequences], either of which may be missing:
 
     ChunkContext    the chunk on one stage, with the programs of its attention
-    ChunkLayout     what these depend on: chunks of one layout share them
+    ChunkLayout     the input of these programs: chunks of one layout share them
     LayerChunk      its attention in one layer
     CutZone         the part of a cut sequence, which also reads the carry
     CallsZone       the whole sequences, as in a group of one rank

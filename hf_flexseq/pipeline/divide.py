@@ -57,7 +57,7 @@ def divide_layers(
 def _divide(
     costs: Sequence[int], stages: int, first: int, last: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return what `divide_layers` does, of layers that are all separable."""
+    """Divide as `divide_layers` does, with all layers separable."""
     layers = len(costs)
     sums = (0, *accumulate(costs))
 

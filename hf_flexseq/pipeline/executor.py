@@ -298,7 +298,7 @@ class _ChunkRun:
             self.gradients_out.put(item, flight.source.grad)
 
     def _context(self, item: Item, stage: VirtualStage) -> ChunkContext:
-        """Return what attention and layers must know of the chunk."""
+        """Return the chunk's context for attention and layers."""
         start, stop = stage.layers
         count = self.plan.layers_checkpointed(item.stage, item.chunk)
         checkpointed = range(start, min(start + count, stop))

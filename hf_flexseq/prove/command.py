@@ -173,7 +173,7 @@ def prove(name: str, *, whole: bool = False, bf16: bool | None = None) -> dict[s
 
 
 def _pinned(model: PreTrainedModel) -> str:
-    """Have tokens choose the experts of a model, and return what that leaves unproven."""
+    """Have tokens choose the experts of a model, and return a line on the part left unproven."""
     if pin_routers(model):
         return "which experts a token goes to: here it alone decides, since 16 bits change some"
     return "which experts a token goes to: no router was found, and 16 bits may change some"
@@ -346,7 +346,7 @@ def _bounds(model: PreTrainedModel, control: float, *, bf16: bool) -> ErrorBound
 def _not_proven(
     model: PreTrainedModel, topology: Topology, *, on_gpu: bool, whole: bool
 ) -> list[str]:
-    """Return what no comparison here sees, a line each."""
+    """Return the parts that no comparison here sees, a line each."""
     left = []
     if topology.world_size == 1:
         left.append("anything between ranks: there is 1 (start several)")

@@ -7,9 +7,9 @@
     no target     all labels are ignored
     others        shorter than the number of ranks, equal to a window, packed beside each other
 
-Those with images are long by them: the first has two, the second begins with the same tokens and
-the same image, one has three, and others have none. No processor is needed: images are drawn, by
-`drawn_images.py` in the first form that the model takes.
+Documents with images are long by them: the first has two, the second begins with the same tokens
+and the same image, one has three, and others have none. No processor is needed: images are drawn,
+by `drawn_images.py` in the first form that the model takes.
 """
 
 import inspect

@@ -63,8 +63,8 @@ def _pin(router: nn.Module, counts: tuple[int, int], tokens: list[torch.Tensor])
 
 
 def _shifts(weight: torch.Tensor, experts: int, active: int) -> torch.Tensor:
-    """Return the shifts of a router's input, [experts, width]: row e makes it choose expert e and
-    the experts after it. weight: of the router, [experts, width]."""
+    """Return the shifts of a router's input, [experts, width]: shift e makes it choose expert e
+    and its successors, `active` in all. weight: of the router, [experts, width]."""
     every = torch.arange(experts, device=weight.device)
     chosen = (every[:, None] + every[:active]) % experts  # [experts, active]
     wanted = torch.zeros(experts, experts, device=weight.device)

@@ -237,8 +237,8 @@ class Divergences:
         return self._redirect(model, student, method, **packed)
 
     def _figures_of(self, student: nn.Module, *, targets: torch.Tensor, **row: Any) -> Columns:
-        """Return what TRL's loss finds of a micro-batch, inside the forward of the student's
-        wrapper. targets: [1, tokens] True where a token predicts one."""
+        """Return the figures that TRL's loss computes of a micro-batch, inside the forward of the
+        student's wrapper. targets: [1, tokens] True where a token predicts one."""
         ids = row["input_ids"]
         batch = {
             "prompt_ids": ids[:, :0],  # the whole row as a completion
@@ -287,7 +287,7 @@ class Divergences:
 
 
 class _Divergence:
-    """Stands for TRL's autograd function."""
+    """Replaces TRL's autograd function."""
 
     def __init__(self, apply: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.apply = apply

@@ -63,7 +63,7 @@ def refusal_of(what: str) -> NotImplementedError:
 
 
 class PlannedSmoother:
-    """Stands for transformers' `LabelSmoother`, which reads logits: the uniform distribution has a
+    """Replaces transformers' `LabelSmoother`, which reads logits: the uniform distribution has a
     share `epsilon` in every label."""
 
     def __init__(self, epsilon: float) -> None:

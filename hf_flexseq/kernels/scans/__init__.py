@@ -39,15 +39,15 @@ class Scan(Protocol):
     def forward(
         self, inputs: Tensors, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        """Return the output, the states behind all segments [segments, H, K, V], and what
-        `backward` needs beside the inputs.
+        """Return the output, the states behind all segments [segments, H, K, V], and the tensors
+        saved for `backward` besides the inputs.
 
         states: before all segments, [segments, H, K, V]; None for zeros.
         """
         ...
 
     def resume(self, inputs: Tensors, states: torch.Tensor | None) -> Tensors:
-        """Return what `forward` saves, without its output."""
+        """Return the tensors that `forward` saves, without its output."""
         ...
 
     def summarise_backward(

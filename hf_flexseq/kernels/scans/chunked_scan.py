@@ -105,7 +105,7 @@ class ChunkedScan:
         return out, finals, (before, written)
 
     def resume(self, inputs: Tensors, states: torch.Tensor | None) -> Tensors:
-        """Return what `forward` saves."""
+        """Return the tensors that `forward` saves."""
         before, written, _ = self._scan(_Chunks(*inputs), states)
         return before, written
 

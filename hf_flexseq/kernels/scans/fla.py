@@ -146,7 +146,7 @@ class FlaScan:
         return out, finals, saved
 
     def resume(self, inputs: Tensors, states: torch.Tensor | None) -> Tensors:
-        """Return what `forward` saves."""
+        """Return the tensors that `forward` saves."""
         return () if states is None else (states,)
 
     def summarise_backward(

@@ -59,7 +59,7 @@ def chunk_inputs(
     C: torch.Tensor,
     grid: ChunkGrid,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return what `ChunkedScan` takes, in float32 (float64 for float64).
+    """Return the inputs of `ChunkedScan`, in float32 (float64 for float64).
 
     x: [tokens, H, P]; dt, positive: [tokens, H]; A: [H]; B, C: [tokens, groups, N]. Returns q, k
     [chunks, H, c, N], None, u [chunks, H, c, P], attn [chunks, H, c, c] and decay [chunks, H], for
