@@ -83,7 +83,7 @@ def finish(folder: Path, marker: Mapping[str, Any]) -> None:
 
 
 def flush_files(folder: Path) -> None:
-    """Wait until all that this machine has written into a checkpoint is on disk."""
+    """Wait until all files that this machine has written into a checkpoint are on disk."""
     if not folder.is_dir():
         return  # of a machine that has written nothing
     flush(folder)
@@ -160,7 +160,7 @@ def _check_one_optimizer(folder: Path) -> None:
 
 
 def _read_marker(path: Path) -> dict[str, Any]:
-    """Return the marker. Raises ValueError for one that is corrupt."""
+    """Return the marker. Raises ValueError for a corrupt one."""
     marker = read_object(path)
     size = marker.get("sequences_per_step")
     if not _is_count(size) or size == 0:

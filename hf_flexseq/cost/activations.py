@@ -104,7 +104,7 @@ class Activations(Constants):
     base_bytes: Amount
     """Bytes per token that all layers share."""
     head_bytes: Amount
-    """Bytes of a token's final hidden states and their gradients, when the loss is computed."""
+    """Bytes per token of final hidden states and their gradients, when the loss is computed."""
     mlp_share: Share
     """Share of `linear_s` that MLPs take which can be tiled."""
     linear_passes: Annotated[float, Bounds(least=2, most=3)]

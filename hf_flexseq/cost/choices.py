@@ -99,7 +99,7 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
 
 
 def _exposed_s(cost: CostModel, activations: Activations, choice: MemoryChoice) -> float:
-    """Return the seconds of each token's transfers to the host and back that linear layers do not
+    """Return the seconds per token of transfers to the host and back that linear layers do not
     hide."""
     moved = activations.host_token_bytes(choice)
     if not moved:
@@ -126,7 +126,7 @@ def token_bytes(cost: CostModel, choice: MemoryChoice) -> float:
 
 
 def most_tokens(cost: CostModel, choice: MemoryChoice, world_size: int) -> int:
-    """Return the most tokens of a rank under a choice, on its device and its host; 0 for none."""
+    """Return the most tokens per rank under a choice, on its device and its host; 0 for none."""
     activations = cost.activations
     assert activations is not None, "only a cost model with activations has choices"
     free_bytes = cost.free_bytes(world_size)

@@ -81,7 +81,7 @@ class CostConstants(Constants):
     """Bytes of a sequence's states that recurrent layers send to another rank; 0 without any."""
     overlap: Share = 1.0
     """Share of a ring's transfers, and of a group's seconds, that attention hides: 1 where a
-    device has a host of its own, 0 where both are one processor."""
+    device has a separate host, 0 where both are one processor."""
     kernel: AttentionKernel | None = None
     """How attention's time depends on lengths; None for s^2."""
     widest_window: Annotated[int, Bounds(most=MAX_TOKENS)] = 0
@@ -104,7 +104,7 @@ class CostConstants(Constants):
     # ---- bytes
 
     def free_bytes(self, world_size: int) -> float:
-        """Return the bytes of a rank besides its model states; negative where these are more."""
+        """Return the bytes per rank besides its model states; negative where these are more."""
         states = self.state_bytes + self.sharded_state_bytes / world_size
         return self.budget_bytes - states
 
@@ -143,7 +143,7 @@ class CostConstants(Constants):
 
         Every sequence on its own, without a rank to share it, with all its transfers by the
         slowest link and with the waits of `world_size` ranks, takes at least as long as any plan.
-        lengths: tokens of each sequence.
+        lengths: tokens per sequence.
         """
         if not len(lengths):
             return

@@ -153,7 +153,7 @@ class MeasuredStep(NamedTuple):
 
     micro_batches: Sequence[MicroBatch]
     lengths: Sequence[int]
-    """Tokens of each sequence, by id, with their shares; see `cost/lengths.py`."""
+    """Tokens per sequence, by id, with their shares; see `cost/lengths.py`."""
     sync: str
     seconds: Sequence[Sequence[float]]
     """Of each meeting of each micro-batch, see `meeting_seconds`."""

@@ -66,8 +66,8 @@ class ExpertLayers(Constants):
     def groups_ns(self, rank_tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the nanoseconds of each expert group in a micro-batch, [expert groups].
 
-        rank_tokens: [world_size] tokens of each rank. Raises ValueError unless `ranks` divides
-        their number.
+        rank_tokens: [world_size] tokens per rank. Raises ValueError unless `ranks` divides the
+        world size.
         """
         self.check_ranks(len(rank_tokens))
         tokens = np.asarray(rank_tokens, dtype=np.float64).reshape(-1, self.ranks)

@@ -11,8 +11,8 @@ Both are returned as *squares*: the tokens squared that an endless sequence has 
 same time, of which a cost model knows the seconds (`attention_s`). Without a kernel a sequence of
 s tokens has s^2, and a call across has 2 q k.
 
-A causal sequence of `own_paces[0]` tokens and more is a call of its own, which another kernel
-computes at a pace of its own.
+A causal sequence of `own_paces[0]` tokens and more has a separate call, which another kernel
+computes at its own pace.
 
 The numbers of FlashAttention-2, and of torch's varlen kernel, which is the same code, are fitted
 to calls of one sequence of 32,768 tokens and of 256 of 128 tokens on an H100

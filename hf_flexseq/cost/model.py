@@ -35,7 +35,7 @@ The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with kernels, he
 and unsharded states added. Rejected: the factor (d - 1)/d on all-to-all bytes, which the published
 numbers were fitted without. Rejected: counts of launches, pieces of heads, the pairs and halos of
 each kind of layer, second passes of scans: without them plans take 0.2 % longer by a model that
-has them. All decisions use whole nanoseconds, so that sums do not depend on their order or on the
+has them. All decisions use whole nanoseconds, so sums do not depend on their order or on the
 machine.
 """
 

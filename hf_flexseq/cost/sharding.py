@@ -86,7 +86,7 @@ class FsdpFigures(Constants):
     what: ClassVar[str] = "the figures of FSDP2"
 
     free_bytes: Annotated[float, Bounds(least=-MAX_BYTES)]
-    """Bytes of a rank besides its share of the model's state; negative if that is too much."""
+    """Bytes per rank besides its share of the model's state; negative if that is too much."""
     token_bytes: Positive
     """Activation bytes per token."""
     parameter_bytes: Amount
@@ -94,7 +94,7 @@ class FsdpFigures(Constants):
     gradient_bytes: Amount
     """Bytes of the gradients of all trained parameters, before they are scattered."""
     trip_s: Seconds
-    """Seconds of a trip, 0 if the cost model's seconds of a micro-batch leave it out."""
+    """Seconds per trip, 0 if the cost model's seconds per micro-batch leave it out."""
 
     # ---- memory
 

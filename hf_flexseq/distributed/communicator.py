@@ -12,8 +12,8 @@ one in a step can hang a job. Messages take one of two lanes, opened at the star
     inside nodes     between ranks of a node
     between nodes    between ranks of different nodes, which would hold up those inside
 
-Where a collective is faster than many messages, the aligned blocks of the topology have a group of
-their own (`open_blocks`), made at the start, too, for the degrees that plans may use.
+Where a collective is faster than many messages, each aligned block of the topology has a group
+(`open_blocks`), made at the start, too, for the degrees that plans may use.
 """
 
 from collections import Counter

@@ -72,7 +72,7 @@ def connect(device: torch.device | None = None, *, timeout: timedelta | None = N
 def _gather_in_store(value: Any) -> list[Any]:
     """Return the value of every rank, by rank: plain JSON values. Collective over the world.
 
-    Rank 0 collects them, so that the work grows with the number of ranks and not with its square.
+    Rank 0 collects them: the work grows with the number of ranks, not with its square.
     """
     store = dist.distributed_c10d._get_default_store()
     name = f"hf_flexseq/{next(_exchanges)}"

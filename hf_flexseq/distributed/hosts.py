@@ -4,7 +4,7 @@
    torchrun and accelerate), and the name of their host.
 2. If launchers set nothing (srun, mpirun), ranks with the same host name share a node.
 3. Otherwise the launcher's number counts, and ranks of a node must have the same host name. Two
-   nodes may have one name, since they may be emulated on one machine.
+   nodes may have one name: they may be emulated on one machine.
 
 All ranks see the same answers, so all of them refuse an impossible topology, or none.
 """

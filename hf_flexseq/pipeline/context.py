@@ -44,7 +44,7 @@ KEPT_LAYOUTS = 64
 
 
 class ChunkLayout(NamedTuple):
-    """Composition of a chunk's row: all that its programs depend on."""
+    """Composition of a chunk's row: its programs depend on nothing else."""
 
     cut: int
     """Tokens of the part of a cut sequence at the start of the row; 0 without one."""
@@ -96,7 +96,7 @@ class ChunkContext:
     ) -> None:
         """Lay the chunk's row out.
 
-        lengths: tokens of every sequence of the plan
+        lengths: tokens per sequence of the plan
         carry: of the stage
         states: of the recurrent layers of the stage
         checkpointed: layers, by index in the model, that drop their activations and compute them
@@ -147,7 +147,7 @@ class ChunkContext:
 
 
 def _layout_of(chunk: Chunk, lengths: tuple[int, ...], sharing: Sharing | None) -> ChunkLayout:
-    """Return the layout of a chunk's row. lengths: tokens of every sequence of the plan"""
+    """Return the layout of a chunk's row. lengths: tokens per sequence of the plan"""
     part = chunk.cut(lengths)  # None without one
     whole = chunk.slices if part is None else chunk.slices[1:]
     for one in whole:

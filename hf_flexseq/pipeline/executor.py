@@ -7,7 +7,7 @@
     I   B, but the weight gradients of the layers are left in the store
     W   add those
 
-Losses are sums over a chunk's targets divided by the targets of the whole step, so that gradients
+Losses are sums over a chunk's targets divided by the targets of the whole step, so the gradients
 of all chunks only add up. Chunks differ in shape, and every shape is known from the plan: only
 tensors are sent.
 

@@ -1,4 +1,4 @@
-"""Weight gradients apart from input gradients, since only the optimizer waits for them.
+"""Weight gradients, computed apart from input gradients: only the optimizer waits for them.
 
 The previous stage waits for the gradient of a layer's input. Zero-bubble schedules (arXiv
 2401.10241) therefore split a backward into I, which only follows the inputs, and W:

@@ -78,7 +78,7 @@ class Drawing:
         self._taken: list[Any] = []  # those of its batches that have come
 
     def clear(self) -> None:
-        """Forget all that was drawn."""
+        """Forget all drawn batches."""
         self._iterator = None
         self._rows = iter(())
         self._drawn.clear()

@@ -32,7 +32,7 @@ class LabelGuard:
         self._who = f"{type(trainer).__name__} or a hook"
 
     def raise_together(self, cpu_group: CpuGroup) -> None:
-        """Raise an error noted on any rank on all ranks. Collective over the world."""
+        """Raise on all ranks the error that any rank has noted. Collective over the world."""
         with ErrorCapture() as watching:
             if self._noted is not None:
                 raise self._noted

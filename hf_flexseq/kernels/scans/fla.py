@@ -9,7 +9,7 @@ the states behind:
     gradients               by autograd, from the gradients of rows and of the states behind
 
 Autograd's graph does not outlive the function that calls a `Scan`, so the backward calls the
-forward again; all that is saved are the states before. Rejected: the package's inner functions,
+forward again; only the states before are saved. Rejected: the package's inner functions,
 which would save the second forward, and change with every version.
 
 Rows of a delta rule are a layer's own: q, k [tokens, key_heads, K], v [tokens, H, V], g [tokens,

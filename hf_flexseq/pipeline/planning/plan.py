@@ -59,7 +59,7 @@ MAX_STAGES = 1 << 14
 
 
 class Action(NamedTuple):
-    """Work of a stage on one chunk. A tuple, since a step may have tens of thousands."""
+    """Work of a stage on one chunk. A tuple, because a step may have tens of thousands."""
 
     stage: int
     kind: str
@@ -101,7 +101,7 @@ class Chunk:
     def cut(self, lengths: tuple[int, ...]) -> Slice | None:
         """Return the slice that is only a part of its sequence, or None.
 
-        Its attention crosses chunks. lengths: tokens of every sequence of the plan.
+        Its attention crosses chunks. lengths: tokens per sequence of the plan.
         """
         first = self.slices[0]
         return first if first.tokens < lengths[first.sequence] else None
@@ -112,7 +112,7 @@ class PipelinePlan(Record):
     """One optimizer step through one pipeline."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; a sequence's id is its index."""
+    """Tokens per sequence; a sequence's id is its index."""
     ranks: int
     """Number of ranks of the pipeline (one replica)."""
     stages: int

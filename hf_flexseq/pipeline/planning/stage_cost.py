@@ -62,9 +62,9 @@ class StageCost(Constants):
     layers: Whole = 1
     """Number of decoder layers."""
     token_bytes: Positive = 1.0
-    """Bytes of a token's activations, keys and values left out."""
+    """Activation bytes per token, keys and values left out."""
     kv_bytes: Amount = 0.0
-    """Bytes of a token's keys and values."""
+    """Bytes per token of keys and values."""
     input_bytes: Amount = 0.0
     """Bytes that a token keeps when all layers are checkpointed."""
     owed_bytes: Amount | None = None
@@ -131,7 +131,7 @@ class ChunkShape(NamedTuple):
 def shape_of(slices: Sequence[Slice], lengths: Sequence[int]) -> ChunkShape:
     """Return the shape of a chunk, of whose slices only the first may be a part of a sequence.
 
-    lengths: tokens of every sequence of the plan.
+    lengths: tokens per sequence of the plan.
     """
     first = slices[0]
     length = lengths[first.sequence]

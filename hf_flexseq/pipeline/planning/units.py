@@ -7,7 +7,7 @@
                       pack
     PipelineAnswer    units, actions of every rank, checkpointed layers
 
-Units are plain lists while a planner is at work, since it may try many before one becomes chunks.
+A planner may try many units before one becomes chunks, so they are plain lists while it works.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class PipelineTask:
     """A step to plan. Raises ValueError for options that do not fit the stages."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; at least one."""
+    """Tokens per sequence; at least one sequence."""
     cost: PipelineCost
     """Nanoseconds and bytes of chunks on every stage."""
     options: PipelineOptions

@@ -4,7 +4,7 @@ times, and the bytes then held.
     walk          every action after its inputs, or where each rank is stuck
     timed         every action at its earliest time, with the bytes of its rank
     makespan_ns   nanoseconds of the step
-    peak_bytes    the most bytes of each rank
+    peak_bytes    each rank's peak bytes
     check         refuses a plan that would compute something wrong or hang
     check_memory  refuses a plan that does not fit
 
