@@ -4,7 +4,7 @@ transfers.
     sequences    one causal call, or a few of about equal work where the rank has other zones:
                  every wait for a transfer has something to hide under
     units        a few calls of shared prefixes, merged (`unit_calls.py`)
-    blocks       one more call for tokens that see each other both ways, such as those of an image
+    blocks       one more call for tokens that see each other both ways, such as an image's
 
 A *block* in rows 4 to 7:
 
@@ -40,7 +40,7 @@ from hf_flexseq.program.zones import LayerRows, Sinks
 
 
 class CallsZone:
-    """Attention by kernel calls over this rank's rows; without any, that of a rank without work.
+    """Attention by kernel calls over this rank's rows; a rank without work has no calls.
 
     Its `forward` saves q, k, v, out and the log-sum-exp [heads, tokens] as they are in these rows:
     the replay of a checkpointed layer has them, too.
@@ -49,7 +49,7 @@ class CallsZone:
     __slots__ = ("calls", "rows")
 
     def __init__(self, rows: slice, calls: Sequence[RowsCall] = ()) -> None:
-        """rows: where the sequences stand in the rank's rows. calls: the first ones read every row
+        """rows: of the sequences, among the rank's rows. calls: the first ones read every row
         once, as queries, in order."""
         self.rows = rows
         self.calls = tuple(calls)
@@ -119,7 +119,7 @@ class CallsZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does."""
+        """Return the same gradients as `backward`."""
         saved = (rows.q, rows.k, rows.v, rows.out, rows.lse)
         return self.backward(b, rows.dout, saved, sinks)
 
@@ -134,12 +134,12 @@ def whole_zone(
     blocks: Sequence[Range] = (),
     most_calls: int = 1,
 ) -> CallsZone:
-    """Return attention over sequences that stand one after the other.
+    """Return attention over sequences that follow one another.
 
-    rows: where they stand in the rank's rows. lengths: tokens of each. reach: which keys a query
-    reads. trees: of each sequence, None for a plain one; none if all are plain. blocks: rows, in
-    ascending order, of two and more each, that see each other both ways. most_calls: into which
-    plain sequences are split. Raises ValueError for blocks in a layer that reads chunks.
+    rows: of the sequences, among the rank's rows. lengths: tokens of each. reach: which keys a
+    query reads. trees: of each sequence, None for a plain one; none if all are plain. blocks:
+    rows, in ascending order, of two and more each, that see each other both ways. most_calls: into
+    which plain sequences are split. Raises ValueError for blocks in a layer that reads chunks.
     """
     if trees:
         calls = calls_of_units(lengths, trees, reach, tables)

@@ -4,12 +4,12 @@
 
     MicroBatchLayout    finds rows, ring steps and lengths of all zones, which no layer changes
     compile_program     compiles them for layers of one shape: FORWARD, BACKWARD, BACKWARD_OF_ROWS,
-                        and what recurrent layers exchange (`segments.py`)
+                        and the exchanges of recurrent layers (`segments.py`)
 
-All layers of one shape share a program, so it is compiled once for a micro-batch. A backward saves
-what every zone asks for; `backward_of_rows` is for layers under activation checkpointing, which
-keep this rank's own rows alone (`attention/remat.py`). A planner's passes may rewrite a finished
-program (`passes.py`).
+All layers of one shape share a program, so it is compiled once for a micro-batch. `backward` reads
+the values that every zone has saved; `backward_of_rows` is for layers under activation
+checkpointing, which keep this rank's own rows alone (`attention/remat.py`). A planner's passes may
+rewrite a finished program (`passes.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -130,7 +130,8 @@ class MicroBatchLayout:
         return self._kept_zones(reach, both_ways=False)
 
     def zones_both_ways(self, reach: Reach) -> tuple[ZoneAttention, ...]:
-        """Return what `zones` does where the tokens of blocks read each other both ways."""
+        """Return the attention of every group where the tokens of blocks read each other both
+        ways."""
         return self._kept_zones(reach, both_ways=True)
 
     def _kept_zones(self, reach: Reach, *, both_ways: bool) -> tuple[ZoneAttention, ...]:
@@ -205,8 +206,8 @@ def forward(parts: Parts, shape: LayerShape) -> Program:
 
 
 def backward(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Program:
-    """Compile the backward: dout, and by zone what the forward saved -> dq, dk, dv, [tokens,
-    heads, head_dim] each.
+    """Compile the backward: dout, and by zone the values that the forward saved -> dq, dk, dv,
+    [tokens, heads, head_dim] each.
 
     saved: of the program of the forward. The sinks [heads] of a layer that has any come behind
     dout, and their gradient comes last.
@@ -253,7 +254,7 @@ SUMMARIES_AFTER = "summaries after"
 
 
 def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
-    """Compile what a recurrent layer exchanges: rows [n, columns] -> [m, columns].
+    """Compile an exchange of a recurrent layer: rows [n, columns] -> [m, columns].
 
     what: HALO or HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_AFTER, of a scan.
     """

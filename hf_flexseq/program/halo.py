@@ -3,19 +3,19 @@ that their queries read, the *halo*, before one kernel call: over a window, with
 sequence, and along the paths of units.
 
     window 4, rank 1 of three      0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2 2 2
-                                         h h h s s s s s s                what rank 1 reads
+                                         h h h s s s s s s                keys that rank 1 reads
 
 1. A slice is a chunk of the strategy's layout: a rank has one or two of each sequence. Its halo is
    cut at the start of the sequence, and at the start of the queries' chunk where the layer has
-   chunks. It may lie on several ranks, where slices are shorter than a window; it comes straight
-   from each of them. No other key travels (`halo_rows.py`).
-2. One kernel call takes every slice as a sequence of its own over [halo | slice], causal with a
-   left window; of a layer with chunks, every part of a slice that is in one chunk.
+   chunks. Where slices are shorter than a window, several ranks hold parts of it; they come
+   straight from each rank. No other key travels (`halo_rows.py`).
+2. One kernel call takes every slice as a separate sequence over [halo | slice], causal with a left
+   window; of a layer with chunks, every part of a slice that is in one chunk.
 3. Backward: the halo is short, so its keys and values are kept. Their gradients go back to the
    owners, in float32 (float64 for float64), and are added there.
 
 Rejected: a ring that skips the blocks that no query reads. It would call the kernel for every
-block, and masks on both edges of a block are not what kernels have.
+block, and kernels have no masks on both edges of a block.
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ class HaloZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does; the halos are gathered again."""
+        """Return the same gradients as `backward`; the halos are gathered again."""
         gathered = yield from self._gather(b, rows.k, rows.v, until=0.5)
         saved = (rows.q, gathered, rows.out, rows.lse)
         return (yield from self.backward(b, rows.dout, saved, sinks))

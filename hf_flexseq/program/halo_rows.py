@@ -1,13 +1,13 @@
 """Which keys a rank gathers before a kernel call, and where they are: its *halo* (`halo.py`).
 
 A sequence is a unit of one node, and the halo of a slice goes along the path of its node: it is
-the end of what is before the slice in the node, then the end of the node above, and so on, as far
-as the layer reads. A key that several branches or slices read is gathered once, and then listed
-for each of them; its gradients are summed there, and go back to its owner once.
+the end of the node's tokens before the slice, then the end of the node above, and so on, as far as
+the layer reads. A key that several branches or slices read is gathered once, and then listed for
+each of them; its gradients are summed there, and go back to its owner once.
 
-Which tokens a rank reads follows from the layout and the units alone, so every rank finds what it
-sends and what it receives without asking. Rejected: ring steps over units; a step's queries of one
-chunk would read keys of another in many small pieces.
+Which tokens a rank reads follows from the layout and the units alone, so every rank can list the
+keys that it sends and receives without asking. Rejected: ring steps over units; a step's queries
+of one chunk would read keys of another in many small pieces.
 """
 
 from bisect import bisect_right, insort
@@ -107,8 +107,8 @@ class _Reader:
             self._trees.append(layout_of(plain) if tree is None else tree)
 
     def _pieces(self, sequence: int, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield what a rank holds of a sequence, in the order of its rows: a node, and positions
-        [start, stop) on its path."""
+        """Yield the pieces of a sequence that a rank holds, in the order of its rows: a node, and
+        positions [start, stop) on its path."""
         tree = self._trees[sequence]
         bounds = self._layout.cuts[sequence].bounds
         for chunk in self._layout.held(sequence, index):
@@ -132,8 +132,8 @@ class _Reader:
         return _joined(read)
 
     def received(self) -> dict[int, list[Part]]:
-        """Return what this rank reads of others, by index of the rank that holds it: by sequence,
-        chunk and token."""
+        """Return the tokens that this rank reads from others, by index of the rank that holds
+        them: by sequence, chunk and token."""
         layout = self._layout
         found: dict[int, list[Part]] = defaultdict(list)
         for sequence, cut in enumerate(layout.cuts):
@@ -148,8 +148,8 @@ class _Reader:
         return found
 
     def sent(self) -> dict[int, list[Part]]:
-        """Return what others read of this rank, by index of the reader: by sequence, chunk and
-        token."""
+        """Return the tokens that others read from this rank, by index of the reader: by sequence,
+        chunk and token."""
         layout = self._layout
         found: dict[int, list[Part]] = defaultdict(list)
         for sequence, cut in enumerate(layout.cuts):
@@ -201,7 +201,7 @@ class _Places:
                     insort(self._placed[sequence], (start, stop, row))
 
     def add(self, part: Part, row: int) -> None:
-        """Take a part whose first token stands in `row`."""
+        """Take a part whose first token is in `row`."""
         insort(self._placed[part.key[0]], (part.start, part.stop, row))
 
     def rows_of(self, sequence: int, start: int, stop: int) -> list[Range]:

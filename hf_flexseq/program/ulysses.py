@@ -15,10 +15,10 @@ travel together. Across nodes a rank's query heads come and go in a few pieces:
 2. Piece by piece: wait for its heads, compute, and post the exchange of its results.
 3. Wait for the results of all pieces; dk and dv come with the last one.
 
-What is kept for the backward is in the head layout. In checkpointed layers (`remat.py`) only the
-log-sum-exp is, and q, k, v and out travel again in the backward, in one exchange with dout: the
-replay of the layer has q, k and v in the token layout only. What computes between the exchanges is
-a kernel call, or in `hybrid.py` a ring.
+Values for the backward are kept in the head layout. In checkpointed layers (`remat.py`) only the
+log-sum-exp is kept, and q, k, v and out travel again in the backward, in one exchange with dout:
+the replay of the layer has q, k and v in the token layout only. Between the exchanges a kernel
+call computes, or in `hybrid.py` a ring.
 
 Rejected: padding the shares or the heads to equal size, which spends memory and bandwidth on
 nothing; and pieces inside a node, where a piece fills the kernel worse than all heads do, by more
@@ -99,14 +99,14 @@ class UlyssesZone:
         piece_rows: int | None = None,
         wide: bool = False,
     ) -> None:
-        """rows: where this rank's tokens stand among its rows.
+        """rows: of this rank's tokens, among its rows.
 
-        exchange: between the ranks of the group. inner: what computes, on all tokens of the group
-        and some heads; of several pieces its log-sum-exp must be [heads, tokens]. span: at which
-        times of the zone it does; the exchanges have the time before and after it to travel.
-        piece_rows: query heads x tokens that make a piece of the heads worth a kernel call; None
-        leaves all heads in one piece. wide: whether `inner` sums gradients in WIDE whatever the
-        kernel does.
+        exchange: between the ranks of the group. inner: the attention between the exchanges, on
+        all tokens of the group and some heads; with several pieces its log-sum-exp must be [heads,
+        tokens]. span: at which times of the zone it computes; the exchanges have the time before
+        and after it to travel. piece_rows: query heads x tokens that make a piece of the heads
+        worth a kernel call; None leaves all heads in one piece. wide: whether `inner` sums
+        gradients in WIDE whatever the kernel does.
         """
         assert span is None or piece_rows is None, "pieces have times of their own"
         self.rows = rows
@@ -119,7 +119,8 @@ class UlyssesZone:
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [my tokens, heads, head_dim], and save what `inner` does, in the head layout.
+        """Return out [my tokens, heads, head_dim], and save the values of `inner`, in the head
+        layout.
 
         q: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim].
         """
@@ -178,8 +179,8 @@ class UlyssesZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does, where nothing is kept in the head layout but the
-        log-sum-exp: all that is missing travels together with dout.
+        """Return the same gradients as `backward`, where nothing is kept in the head layout but
+        the log-sum-exp: all missing tensors travel together with dout.
 
         rows: of my tokens, all heads; lse of all pieces, [my heads, all tokens] or as `inner` has
         it.
@@ -217,7 +218,7 @@ class UlyssesZone:
     ) -> ZoneSteps[Values]:
         """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim].
 
-        arriving: by piece, what `piece_backward` reads, dout last.
+        arriving: by piece, the inputs of `piece_backward`, dout last.
         """
         keys_by_rank = pieces[-1].leaving
         # Where ranks share a KV head its gradients are parts of a sum, and not rounded yet.
@@ -274,7 +275,7 @@ class UlyssesZone:
         return Span(time, time)
 
     def _unflat(self, b: Builder, flat: Values, pieces: Sequence[HeadPiece]) -> list[Values]:
-        """Take apart by piece what `_flat` joined."""
+        """Split the values that `_flat` joined, by piece."""
         if len(pieces) == 1 or not self._share(pieces[0]).queries:
             # One piece has all of it; a rank without heads computes none, and so reads nothing.
             return [flat] * len(pieces)
@@ -300,8 +301,8 @@ def _sinks_of(b: Builder, sinks: Sinks | None, share: HeadShare) -> Sinks | None
 
 
 def _flat(b: Builder, saved_by_piece: Sequence[Values]) -> Values:
-    """Join what the pieces save into one tuple, their log-sum-exps as one value at its end: each
-    [heads of the piece, all tokens] -> [my heads, all tokens]."""
+    """Join the saved values of the pieces into one tuple, their log-sum-exps as one value at its
+    end: each [heads of the piece, all tokens] -> [my heads, all tokens]."""
     flat: list[Value] = []
     for values in saved_by_piece:
         flat.extend(values[:-1])

@@ -5,18 +5,18 @@
     node 2 (b)   causal, and all of P            c      causal, and a query of all of P
     node 3 (c)   causal, and all of P
 
-1. A node and its first child stand together, and so do that child and its own first one: such a
+1. A node and its first child are adjacent, and so are that child and its own first one: such a
    *chain* is one causal sequence. One kernel call takes all chains, and plain sequences, too.
-2. One call for each depth: all descendants of a node that are not in its chain, which stand
-   together behind it, are one sequence of queries over the node's keys, not causal. What lies
-   between the nodes of a depth are queries without keys, and keys without queries.
+2. One call for each depth: all descendants of a node that are not in its chain, which follow it
+   together, are one sequence of queries over the node's keys, not causal. Rows between the nodes
+   of a depth are queries without keys, and keys without queries.
 3. The results of the calls about a query are merged by their log-sum-exps.
 
 So rows of one prompt with any number of answers take two calls, without a mask or a copy. The
 gradients of a node's keys are sums over all of its descendants, made in the kernel.
 
 Layers with a window or a chunk read few keys of a path. One call takes every part of a node as a
-sequence of its own, over copies of these keys.
+separate sequence, over copies of these keys.
 """
 
 from collections import defaultdict

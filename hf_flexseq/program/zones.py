@@ -82,8 +82,8 @@ class Attention(Protocol):
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Attend, and return out [tokens, heads, head_dim] with what `backward` needs, in
-        whichever layout and order that wants; the log-sum-exp is the last value."""
+        """Attend, and return out [tokens, heads, head_dim] with the values that `backward` needs,
+        in its layout and order; the log-sum-exp is the last value."""
         ...
 
     def backward(
@@ -95,7 +95,8 @@ class Attention(Protocol):
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does, for a checkpointed layer (`attention/remat.py`).
+        """Return the same gradients as `backward`, for a checkpointed layer
+        (`attention/remat.py`).
 
         A pipeline's chunks keep nothing for a replay, so an attention that serves them alone
         inherits this refusal.

@@ -2,10 +2,10 @@
 
 Every rank draws the examples the plain Trainer would give it; the *source row* of an optimizer
 step is all of them in one row. A plan then says which rank holds which slice of which sequence in
-which micro-batch. `RowExchange` finds out what this rank sends to whom and what it gets, and
-leaves the sending to `TokenExchange`: one collective brings every token, with all of its columns,
-to where it stands in the model. Sender and receiver take the same order from the plan, so that
-nothing but tokens has to be sent. What a model has computed of tokens goes the same way back
+which micro-batch. `RowExchange` works out which tokens this rank sends to each rank and which it
+receives, and leaves the sending to `TokenExchange`: one collective brings every token, with all of
+its columns, to its place in the model's input. Sender and receiver take the same order from the
+plan, so only tokens have to be sent. The model's results per token return the same way
 (`to_source`).
 """
 
@@ -46,7 +46,7 @@ class Routes:
 
 
 def added(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
-    """Return the sums of what rows say of their tokens: [received, ...] -> [tokens, ...] each.
+    """Return each token's sum over the rows that share it: [received, ...] -> [tokens, ...] each.
 
     shared: [received] the token of each.
     """
@@ -88,8 +88,8 @@ class TokenExchange:
         """Return this rank's columns, each [tokens, ...], one dict per entry of `routes.rows`.
         Collective over the world.
 
-        columns: of this rank's drawn row, alike on all ranks. merge: makes one token of what
-        several rows say of it.
+        columns: of this rank's drawn row, alike on all ranks. merge: makes one token of the values
+        that several rows have for it.
         """
         tokens = TokenWords(columns)
         carry = self.communicator.cpu_group.exchange_rows
@@ -152,7 +152,8 @@ class RowExchange(TokenExchange):
         self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]
     ) -> list[Columns]:
         """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
-        world. row: what this rank drew. sources: the rank that drew each sequence."""
+        world. row: the sequences that this rank drew. sources: the rank that drew each
+        sequence."""
         return self.dispatch(row.columns, self.routes(row, layout, sources), united)
 
     def routes(self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]) -> Routes:

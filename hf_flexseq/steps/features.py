@@ -9,17 +9,17 @@ tokens, and gradients back.
                  micro-batches back, and the tower's own backward follows
 
 So tower and exchanges are a part of the autograd graph of one micro-batch, the last, and DDP,
-FSDP2 and ZeRO find the tower's gradients where they reduce those of all other parameters. The
-tower's graph is kept from the first to the last micro-batch, also where a pass without gradients
-comes first (`figure_passes.py`), or, where the plan says so, made again in the last backward, as
-by activation checkpointing. That of a sharded tower, whose parameters are gathered anew in every
-micro-batch, is kept where the step is a single one. A second run draws the random numbers of the
-first.
+FSDP2 and ZeRO reduce the tower's gradients together with all others. The tower's graph is kept
+from the first to the last micro-batch, also where a pass without gradients comes first
+(`figure_passes.py`), or, where the plan says so, made again in the last backward, as by activation
+checkpointing. The graph of a sharded tower, whose parameters are gathered anew in every
+micro-batch, is kept only if the step has a single micro-batch. A second run draws the random
+numbers of the first.
 
-A pass of other weights, those of a reference, has features of its own (`of_other_weights`).
+A pass with other weights, such as a reference model's, has separate features (`of_other_weights`).
 
-Rejected: an exchange for every micro-batch, since images of one micro-batch are too few to balance
-them, and ranks that have nothing to do in it would have to take part.
+Rejected: an exchange for every micro-batch. A micro-batch has too few images to balance, and ranks
+without any of them would have to take part.
 """
 
 import copy
@@ -65,7 +65,7 @@ class Tower(Protocol):
 
     @property
     def weights(self) -> Weights:
-        """What tells if its parameters have been changed; see `weights_of`."""
+        """State of its parameters, by which changes are noticed; see `weights_of`."""
 
     def first_values(self) -> torch.Tensor:
         """Return the first value of each of its parameters, [parameters]."""
@@ -130,8 +130,8 @@ def images_of_step(
     device: torch.device,
     is_sharded: bool,
 ) -> list[MicroBatchImages]:
-    """Send images to the ranks that encode them, and return those of every micro-batch. Collective
-    over the world.
+    """Send images to the ranks that encode them, and return the images of every micro-batch.
+    Collective over the world.
 
     columns: of each micro-batch, [tokens, ...]; IMAGE_ROWS is taken out of them.
     tower: its calls are counted. device, is_sharded: see `StepImages`.
@@ -340,7 +340,7 @@ class StepImages:
             return tower.encode(self._own, self._calls)
 
     def _send(self, encoded: torch.Tensor) -> list[torch.Tensor]:
-        """Exchange rows: this rank's own [rows, width] -> those of each micro-batch."""
+        """Exchange rows: this rank's own [rows, width] -> each micro-batch's [rows, width]."""
         return list(self._route.bring(encoded, self._exchanged).split(self._sizes))
 
     def gradients(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -392,7 +392,7 @@ def _label(peer: int, sent: bool) -> str:
 
 
 class _LastFeatures(torch.autograd.Function):
-    """Features of the last micro-batch, as a function of what this rank has encoded."""
+    """Features of the last micro-batch, as a function of the rows that this rank has encoded."""
 
     @staticmethod
     def forward(

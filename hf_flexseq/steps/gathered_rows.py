@@ -1,4 +1,4 @@
-"""What all ranks have drawn for a step, from what each of them tells the others of its row."""
+"""Sequences and images of a step, gathered from the facts that each rank sends about its row."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ from hf_flexseq.steps.source_row import SourceRow
 
 
 class RowFacts(NamedTuple):
-    """What a rank tells of its row, in JSON values."""
+    """Facts that a rank sends about its row, as JSON values."""
 
     dtypes: Mapping[str, str]
     """Of the columns, by name; {} for a rank that has drawn nothing."""

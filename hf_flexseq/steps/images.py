@@ -1,15 +1,15 @@
 """Images of a step: from the ranks that drew them to the ranks that encode them.
 
     Image           one image or video of a sequence, as the model's tower takes it
-    RowImages       those of the sequences that this rank drew
+    RowImages       the images of the sequences that this rank drew
     send_images     brings pixels to the ranks of an `ImagePlacement` (`plan/images.py`)
     image_columns   numbers the tokens that stand for images, as one more column of tokens
 
-All ranks number the rows of features alike: those of the first image of the step, of all its
-tokens, then those of the second, and so on. Images with the same pixels are one image
+All ranks number the rows of features alike: first the rows of the step's first image, one per
+token, then the second image's, and so on. Images with the same pixels are one image
 (`same_images.py`). A token that stands for a part of an image has the number of its row in the
-column IMAGE_ROWS, and -1 otherwise; so wherever a plan brings the token, its rank knows which row
-of features it needs (`features.py`).
+column IMAGE_ROWS, and -1 otherwise; so the rank that gets the token can tell which row of features
+it needs (`features.py`).
 """
 
 import json
@@ -35,7 +35,7 @@ GRID_POSITIONS = "grid_positions"
 of one."""
 
 TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Columns that say of every token what it stands for: 0 is text."""
+"""Columns with the modality of every token: 0 is text."""
 
 
 class UnsupportedImages(NotImplementedError):
@@ -53,7 +53,7 @@ class Image:
     """`plan.images.IMAGE` or VIDEO."""
 
     arguments: Mapping[str, torch.Tensor]
-    """What the model's method for features takes of this image alone, by name."""
+    """Arguments of the model's method for features, for this image alone, by name."""
 
     tokens: int
     patches: int
@@ -62,7 +62,7 @@ class Image:
 
     @property
     def size(self) -> ImageSize:
-        """What other ranks know of it."""
+        """The sizes that are sent to other ranks."""
         return ImageSize(
             sequence=self.sequence,
             modality=self.modality,
@@ -172,9 +172,9 @@ def send_images(
     sources: Sequence[int],
     communicator: Communicator,
 ) -> list[Image]:
-    """Return the images that this rank encodes, those of `placement.of_rank`. Collective over the
-    world. own, numbers, images: see `image_columns`. sources: the rank that drew each
-    sequence, which sends its images."""
+    """Return the images that this rank encodes (`placement.of_rank`). Collective over the world.
+    own, numbers, images: see `image_columns`. sources: the rank that drew each sequence, which
+    sends its images."""
     rank = communicator.rank
     packed: dict[int, torch.Tensor] = {}
     for image, i in zip(own.images, numbers, strict=True):
@@ -208,7 +208,8 @@ def _packed(image: Image) -> torch.Tensor:
 
 
 def _head(image: Image) -> bytes:
-    """Return the size of a header and the header, which says what the tensors are."""
+    """Return the size of a header and the header, which has the tensors' names, dtypes and
+    shapes."""
     header = {}
     for name, value in image.arguments.items():
         header[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]

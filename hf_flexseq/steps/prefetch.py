@@ -70,7 +70,7 @@ Step = RankStep[Any]  # of either kind: it is only passed on
 
 
 class ImageReader(Protocol):
-    """What a model says of images before they are encoded."""
+    """Reads a model's images, and plans them, before they are encoded."""
 
     def read(self, row: SourceRow) -> SourceRow:
         """Return a row with its images as the model takes them. Raises ValueError or
@@ -81,15 +81,15 @@ class ImageReader(Protocol):
         """True if the features of an image differ each time, as under dropout."""
 
     def planned(self, step: DrawnStep) -> DrawnStep:
-        """Return a step that says how its images are encoded, and what memory they take."""
+        """Return a step that says how its images are encoded, and how much memory they take."""
 
 
 class VersionedJob(Protocol):
-    """What a planner is asked to do, which changes with the number of the step."""
+    """The job of the planner, which changes with the number of the step."""
 
     def version_of(self, number: int | None) -> Hashable:
-        """Return what tells the jobs of steps apart. number: of a step; None for the job of a
-        planner that is made now."""
+        """Return a version, equal for steps that have the same job. number: of a step; None for
+        the job of a planner that is made now."""
 
     def job_of(self, number: int) -> Job:
         """Return the job by which step `number` is planned."""
@@ -121,9 +121,9 @@ class PrefetchedSteps:
         dispatch: brings a step's tokens to the ranks of its plan; collective over the world.
         check: raises ValueError for a plan that would compute something wrong or hang; called on
             rank 0.
-        read: makes a plan of the bytes that rank 0 sends, those of the plan's `to_bytes`.
+        read: makes a plan of the bytes that rank 0 sends, from the plan's `to_bytes`.
         first_number: of the first step. what: a step is called in messages.
-        shares_prefixes: whether rows that begin alike may be planned as units; alike on all ranks.
+        shares_prefixes: True to plan rows with a common prefix as units; the same on all ranks.
         images: reads the images of a row; None for a model of text.
         virtual_tokens: number of them that the model puts in front of each sequence.
         jobs: by which steps are planned; None for the planner's own.
@@ -210,7 +210,7 @@ class PrefetchedSteps:
         self._is_exhausted = False
 
     def _set_phase(self, phase: str) -> None:
-        """Say what the exchanges to come belong to."""
+        """Name the phase to which the exchanges to come belong."""
         self.communicator.cpu_group.phase = phase
 
     # ---- from one stage to the next

@@ -1,8 +1,9 @@
-"""The way of rows between ranks: `bring` takes them from the ranks that have them to those that
-want them, and `give_back` brings what comes of each to the rank that had it.
+"""The way of rows between ranks: `bring` takes rows from the ranks that have them to the ranks
+that want them, and `give_back` brings each row's result to the rank that had it.
 
 Tokens with their columns, weights and figures travel so on the CPU, features of images and their
-gradients on the device. A row is a row of any tensor, [n, ...]; what carries it is given.
+gradients on the device. A row is a row of any tensor, [n, ...]; the caller gives the collective
+that carries it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ Carry = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 
 
 class Route(NamedTuple):
-    """What one rank sends to whom, and what it gets."""
+    """The rows that one rank sends to each rank, and the rows that it receives."""
 
     sent: torch.Tensor
-    """[sent] Indices of this rank's rows: those for rank 0, then those for rank 1, and so on. A
-    row may be sent to several ranks."""
+    """[sent] Indices of this rank's rows: first the rows for rank 0, then the rows for rank 1, and
+    so on. A row may be sent to several ranks."""
 
     sent_counts: list[int]
     """[world]"""
@@ -28,7 +29,7 @@ class Route(NamedTuple):
     """[world]"""
 
     order: torch.Tensor
-    """[received] Where each row that this rank wants stands among those that arrive, which come by
+    """[received] Where each row that this rank wants is among the arriving rows, which come by
     rank."""
 
     def bring(self, rows: torch.Tensor, carry: Carry) -> torch.Tensor:
@@ -38,8 +39,8 @@ class Route(NamedTuple):
         return arrived.index_select(0, self.order)
 
     def give_back(self, rows: torch.Tensor, carry: Carry) -> torch.Tensor:
-        """Return what all ranks make of the rows that this rank has sent, [sent, ...]. Collective
-        over the world. rows: those that were brought, [received, ...], or values of each."""
+        """Return all ranks' results for the rows that this rank has sent, [sent, ...]. Collective
+        over the world. rows: the rows that were brought, [received, ...], or values of each."""
         by_rank = torch.empty_like(rows)
         by_rank[self.order] = rows
         return carry(by_rank, self.received_counts, self.sent_counts)

@@ -1,12 +1,12 @@
-"""What ranks have drawn for an optimizer step, before it runs.
+"""The sequences that ranks have drawn for an optimizer step, before it runs.
 
     SourceRow      the sequences that this rank drew, in one row
-    DrawnStep      those of all ranks, as lengths, with this rank's row
+    DrawnStep      the sequences of all ranks, as lengths, with this rank's row
     PlannedStep    these, with their plan
-    RankStep       what one rank runs of it, with its tokens (`rank_step.py`)
+    RankStep       one rank's part of the step, with its tokens (`rank_step.py`)
     StepItem       one of the batches that the Trainer counts (`step_items.py`)
 
-All rows of a step have the same columns (`common_dtypes`), also that of a rank which drew nothing.
+All ranks' rows have the same columns (`common_dtypes`), even the row of a rank that drew nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class SourceRow:
     """Virtual tokens in front of each sequence (`virtual_tokens.py`)."""
 
     uncounted_targets: int = 0
-    """Targets that the plain Trainer trains on and does not count: those of virtual tokens."""
+    """Targets of virtual tokens, which the plain Trainer trains on and does not count."""
 
     padding_targets: int = 0
     """Targets next to padding, which were left out."""
@@ -117,7 +117,7 @@ def common_dtypes(of_ranks: Sequence[Mapping[str, str]], phase: str) -> Mapping[
 
 
 def _only_in(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
-    """Return what `dtypes` has that the others have not, for people."""
+    """Return a text of the entries of `dtypes` that the others lack."""
     own = [f"{name}: {dtype}" for name, dtype in dtypes.items() if others.get(name) != dtype]
     return ", ".join(own) or "without"
 
@@ -224,7 +224,7 @@ class DrawnStep:
     """By sequence the tokens that see both ways."""
 
     facts: StepFacts = NO_FACTS
-    """What the planner is told besides the lengths."""
+    """Facts for the planner besides the lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
