@@ -65,8 +65,8 @@ class Played:
 
 
 class _Stage:
-    """One stage during a play: the costs of its chunks, its finished actions, and its pending
-    inputs.
+    """One stage during a play: the costs of its chunks, its finished actions, and the inputs for
+    which it waits.
 
     Lists have one value for each chunk unless their comment says otherwise.
     """

@@ -305,8 +305,8 @@ class PipelineEngine(FlexSeqEngine):
         self._end(step, model, is_last=is_last)
 
     def evaluate(self, step: RankChunks) -> None:
-        """Run the forward actions of a step; they give the same loss as `run`. Collective over
-        the world."""
+        """Run the forward actions of a step; its loss is scaled as in `run`. Collective over the
+        world."""
         with self.sharded.whole() if self.sharded is not None else nullcontext():
             self._add_loss(step, self._attached_pipeline.evaluate)
 
