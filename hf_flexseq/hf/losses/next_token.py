@@ -68,7 +68,7 @@ class NextTokenLoss(PlannedLoss):
 
     def _try_model(self, row: SourceRow, model: nn.Module) -> None:
         """Refuse code of the user's in the model that mixes sequences. Collective over the world.
-        row: what this rank has drawn for a step."""
+        row: the sequences that this rank has drawn for a step."""
         smooths = self._trainer.args.label_smoothing_factor > 0  # on planned steps alone
         loss = loss_of_model(self._engine.whole_model, **self._options)
         self._trial.run(row, model, loss, pads=not smooths)
@@ -122,8 +122,8 @@ class NextTokenLoss(PlannedLoss):
 
     @contextmanager
     def _on_part(self, micro_batch: Inputs) -> Iterator[None]:
-        """Surround a `compute_loss` on a micro-batch, whose parts of samples count wherever they
-        come from, also from what fills a loader's last batches, and whose labels must stay."""
+        """Surround a `compute_loss` on a micro-batch. All of its parts of samples count, also if
+        their samples fill up a loader's last batches, and its labels must stay."""
         if not self._notes_figures and not self._trial.has_code:
             yield
             return

@@ -1,5 +1,5 @@
-"""A loss that the trainer computes itself, on its own batches, on the rank that drew them: that of
-TRL's DPOTrainer, for example, or a `compute_loss` of the user's.
+"""A loss that the trainer computes itself, on its own batches, on the rank that drew them: the
+loss of TRL's DPOTrainer, for example, or a `compute_loss` of the user's.
 
 `LossOnSamples.run_step` runs a step:
 
@@ -232,7 +232,7 @@ class LossOnSamples(StepLoss):
         return True
 
     def _warn_of_ranks(self, found: SumOverTokens) -> None:
-        """Warn if a loss lacks what makes up for the mean over ranks."""
+        """Warn if a loss lacks the factor that makes up for the mean over ranks."""
         ranks = self._trainer.accelerator.num_processes
         if ranks == 1 or not found.is_plain or not self._trainer.is_world_process_zero():
             return
@@ -271,7 +271,7 @@ class LossOnSamples(StepLoss):
 
     @contextmanager
     def _timed_since(self, began: float) -> Iterator[None]:
-        """Surround a step: TRL's logged seconds become those of the whole step."""
+        """Surround a step: TRL's logged seconds then cover the whole step."""
         logged = len(self._logged_seconds())
         yield
         seconds = self._logged_seconds()
@@ -287,7 +287,7 @@ class LossOnSamples(StepLoss):
     def _foresee(
         self, step: RankMicroBatches, model: nn.Module, calls: Sequence[Foreseen]
     ) -> None:
-        """Compute what the loss will ask for without gradients. Collective over the world."""
+        """Run the calls that the loss will make without gradients. Collective over the world."""
         others = [own.others for own in calls if own.others is not None]
         others_step = None
         if others:

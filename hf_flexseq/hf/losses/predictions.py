@@ -120,7 +120,7 @@ class TokenPredictions:
 
 
 def _without_labels(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
-    """Return what the model is called with, and the labels [1, tokens] for the user's function."""
+    """Return the model's arguments, and the labels [1, tokens] for the user's function."""
     own, labels = {}, []
     for name, value in inputs.items():
         if name.startswith(_LABELS):
@@ -138,7 +138,7 @@ def without_metrics(row: SourceRow) -> SourceRow:
 
 
 class PredictedBatch:
-    """A padded batch, and what was predicted of its tokens."""
+    """A padded batch, and the predictions for its tokens."""
 
     def __init__(self, trainer: Any, batch: Mapping[str, Any], *, takes_images: bool) -> None:
         """takes_images: True for a model whose tokens have types because of its images.
@@ -223,8 +223,8 @@ class PredictedBatch:
         return int(min(max(left, 0), samples))
 
     def take(self, figures: Columns, *, is_several: bool) -> None:
-        """Take what was found of the tokens, each [tokens, ...] on the CPU, where the batch has
-        them. Collective over the world where a metric wants the loss."""
+        """Put figures of the tokens, each [tokens, ...] on the CPU, where the batch has these
+        tokens. Collective over the world where a metric wants the loss."""
         device = self._trainer.args.device
         found = []
         for index in range(sum(name.startswith(_PREDICTION) for name in figures)):
@@ -246,7 +246,7 @@ class PredictedBatch:
 
 
 class _Reader:
-    """Sees the logits of one micro-batch, chunk by chunk, and keeps what is made of them."""
+    """Sees the logits of one micro-batch, chunk by chunk, and keeps the figures made from them."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class _Reader:
         self._seen += len(logits)
 
     def figures(self, tokens: int) -> Columns:
-        """Return what was made of all tokens, each [tokens, ...]."""
+        """Return the figures of all tokens, each [tokens, ...]."""
         if self._seen != tokens:
             raise NotImplementedError(
                 f"compute_loss showed logits of {self._seen} tokens where a micro-batch has "
