@@ -559,8 +559,9 @@ def main() -> None:
     words += ["--ignore", "tests/scripts/test_mutants.py"]  # which plants faults itself
     words += ["--basetemp", str(path.with_suffix(".tmp")), *options.tests]
     left = [mutant for mutant in mutants if mutant.key not in done]
-    with contextlib.redirect_stdout(sys.stderr):
-        pytest.main(words, [Runner(options, left, save)])
+    if left:
+        with contextlib.redirect_stdout(sys.stderr):
+            pytest.main(words, [Runner(options, left, save)])
     print_page(rows)
 
 
