@@ -490,7 +490,9 @@ def state_of(killers: list[str], run: int, reaching: int) -> str:
 def write_record(path: Path, head: dict[str, str], rows: list[dict[str, Any]]) -> None:
     lines = ",\n".join(map(json.dumps, rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{json.dumps(head)[:-1]}, "mutants": [\n{lines}\n]}}\n')
+    whole = path.with_suffix(".new")  # a run may be stopped while it writes
+    whole.write_text(f'{json.dumps(head)[:-1]}, "mutants": [\n{lines}\n]}}\n')
+    whole.replace(path)
 
 
 def print_page(rows: list[dict[str, Any]]) -> None:

@@ -627,6 +627,7 @@ def test_the_trial_of_a_model_leaves_no_trace():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_a_compiled_model(tmp_path):
     model = tiny_llama()
     model.compile()

@@ -457,6 +457,7 @@ def test_offload_of_transformers_trains_on_a_cpu_with_attention_on_the_host(tmp_
         assert 48 <= tokens <= 64
 
 
+@pytest.mark.slow
 def test_a_budget_that_does_not_suffice_ends_training_in_one_line(tmp_path):
     options = {"gradient_checkpointing_kwargs": {"offload": True}}
     with noted_stores() as stores, refused("need more than host_memory_gib=2e-05", HostMemoryFull):

@@ -309,6 +309,7 @@ def test_a_loss_of_ones_own_and_predictions_take_one_pass(tmp_path, monkeypatch)
     assert steps.call_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [Trainer, OwnLoss])
 def test_a_router_loss_counts_beside_predictions(tmp_path, base):
     def best_of_stock(logits, labels):
