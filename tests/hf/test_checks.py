@@ -26,7 +26,7 @@ from hf_flexseq import (
     FlexSeqTrainer,
 )
 from hf_flexseq.hf.engine import engine_setup
-from hf_flexseq.hf.model.calls import read_call
+from hf_flexseq.hf.model.attention import read_call
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.calls import number_of
+from hf_flexseq.hf.model.attention import number_of
 from hf_flexseq.hf.model.layer_kinds import layers_of
 from hf_flexseq.hf.model.sharding_kind import unsharded_class
 from hf_flexseq.hf.model.trial import try_model

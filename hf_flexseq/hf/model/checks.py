@@ -28,8 +28,8 @@ from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
+from hf_flexseq.hf.model.attention import number_of
 from hf_flexseq.hf.model.call_count import replaced_attention, replaced_forward
-from hf_flexseq.hf.model.calls import number_of
 from hf_flexseq.hf.model.experts import adapted_experts, unsuitable_experts
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.head_trial import try_head

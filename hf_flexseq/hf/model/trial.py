@@ -4,7 +4,7 @@ attention    Its attention returns empty tensors, and so do its recurrent functi
              (`recurrent.py`) and its experts, whose routing would need numbers.
 masks        In some models only the mask shows which keys a layer reads. So the meta model has a
              mask function, too. It reads the rule that transformers would have made a mask of,
-             and compares it with what would be computed of the same call (`calls.py`).
+             and compares it with what would be computed of the same call (`attention.py`).
 positions    The model is given `position_ids`, as in training. A range over as many numbers as
              there are tokens, or a running sum over a mask, counts positions nevertheless:
 
@@ -34,7 +34,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.base.layers import FULL, Reach
-from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
+from hf_flexseq.hf.model.attention import Asked, UnsupportedAttention, number_of, read_call
 from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.noise import dropout_held_by
