@@ -177,7 +177,7 @@ def test_names_that_are_read():
 
 
 def test_experts_can_be_put_over_ranks():
-    # hf/trainer/weights.py, hf/model/sharding_kind.py; older versions do not dispatch tokens
+    # hf/trainer/weights.py, hf/model/sharding.py; older versions do not dispatch tokens
     pytest.importorskip("transformers.distributed.expert_parallel")
     names = {field.name for field in fields(DistributedConfig)}
     assert {"ep_size", "ep_plan", "ep_implementation"} <= names

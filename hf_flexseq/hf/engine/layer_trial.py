@@ -39,7 +39,7 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.mlp_trial import holds_experts
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.rehearsal import CPU, FAULTS, Rehearsal, class_copy, fake_copy
-from hf_flexseq.hf.model.sharding_kind import has_sharded_modules, unsharded_class
+from hf_flexseq.hf.model.sharding import has_sharded_modules, unsharded_class
 from hf_flexseq.hf.model.tiles import find_mlps
 from hf_flexseq.memory.layer_watch import LayerWatch, SeenLayer
 from hf_flexseq.memory.live_bytes import LiveBytes, StandInKernel, stand_in_sum

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.engine.engine_setup import EngineSetup
 from hf_flexseq.hf.engine.model_planning import ModelPlanning
-from hf_flexseq.hf.model.sharding_kind import unsharded_class, zero_stage
+from hf_flexseq.hf.model.sharding import unsharded_class, zero_stage
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.planner.images import plan_images
 from hf_flexseq.steps.early_encoding import EarlyEncoder

@@ -23,8 +23,9 @@ from hf_flexseq.cost.lengths import with_shares
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.hf.engine.cost_choice import RunWide, with_host_bytes
 from hf_flexseq.hf.engine.engine_setup import EngineSetup
-from hf_flexseq.hf.engine.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
+from hf_flexseq.hf.engine.sharding import FsdpPolicies, fsdp_figures
 from hf_flexseq.hf.model.layer_memory import LayerMemory
+from hf_flexseq.hf.model.sharding import reduces_each_batch
 from hf_flexseq.hf.model.tiles import priced_for
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan

@@ -30,9 +30,8 @@ from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.sharding_kind import is_fully_sharded
+from hf_flexseq.hf.model.sharding import is_fully_sharded, resolve_sync
 from hf_flexseq.hf.model.shared_prefixes import reason_not_shared
-from hf_flexseq.hf.model.sync import resolve_sync
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan

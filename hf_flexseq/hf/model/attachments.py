@@ -16,7 +16,7 @@
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
 | layers that obey a micro-batch's choice for memory | `model/layer_memory.py` |
-| checkpointing that is never reentrant | `model/reentrant_checkpointing.py` |
+| checkpointing that is never reentrant | `model/checkpointing.py` |
 | MLPs in tiles, from the first plan that has them on | `tiles.py` |
 | DDP buckets with early reduction | `model/buckets.py` |
 
@@ -38,6 +38,7 @@ from hf_flexseq.hf.model.adapters import term_of_step
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.call_count import counted_calls
+from hf_flexseq.hf.model.checkpointing import NonReentrant
 from hf_flexseq.hf.model.compiled_regions import compiled_regions
 from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.image_masks import layers_told_causal
@@ -48,7 +49,6 @@ from hf_flexseq.hf.model.neftune import EmbeddingNoise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of
 from hf_flexseq.hf.model.recurrent import RecurrentFunctions
-from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.shared_prefixes import refuse_noise
 from hf_flexseq.hf.model.text_reader import TextReader, reader_of_text

@@ -6,9 +6,9 @@ it.
 A layer says how to attend by keywords, by its configuration and in its mask (`read_call`).
 Keywords that are not known are those of the whole model's call, and change nothing; those that are
 known to change the result are computed, or refused by name. No mask function is registered, so
-transformers never builds a mask [tokens, tokens]: `seq_ctx` separates documents. Windows and chunks
-are read from the configuration (`layer_kinds.py`) and compared with the model's own masks when it
-is attached (`trial.py`).
+transformers never builds a mask [tokens, tokens]: `seq_ctx` separates documents. Windows and
+chunks are read from the configuration (`layer_kinds.py`) and compared with the model's own masks
+when it is attached (`trial.py`).
 
 `flexseq_attention` serves micro-batches of whole sequences and chunks on a pipeline stage,
 depending on `seq_ctx`. It converts the tensors of transformers, [1, heads, tokens, head_dim], to

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.attention import number_of
 from hf_flexseq.hf.model.layer_kinds import layers_of
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.users_code import is_known, package

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.rehearsal import NOT_COPIED
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package, users_modules
 
 Found = TypeVar("Found")

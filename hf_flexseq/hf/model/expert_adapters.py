@@ -39,7 +39,7 @@ from hf_flexseq.distributed.reduction import averaged_gradients, local
 from hf_flexseq.distributed.transport import RankGroup
 from hf_flexseq.hf.model.experts import ADAPTED, adapted_experts, is_spread
 from hf_flexseq.hf.model.facts import EXPERT_GROUP
-from hf_flexseq.hf.model.sharding_kind import expert_group_size
+from hf_flexseq.hf.model.sharding import expert_group_size
 
 _ADDED_TO = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FORMER = "_flexseq_former_weight"  # where a layer keeps the parameter that was replaced

@@ -6,7 +6,7 @@ autocast_dtype, compute_dtype    the arithmetic that accelerate is set up for
 is_checkpointed                  whether layers are recomputed
 ModelFacts                       all of them that the cost of training depends on
 
-How a model is divided between ranks is in `sharding_kind.py`.
+How a model is divided between ranks is in `sharding.py`.
 """
 
 import math
@@ -39,7 +39,7 @@ from hf_flexseq.hf.model.layer_kinds import (
     layers_of,
     reach_counts,
 )
-from hf_flexseq.hf.model.sharding_kind import (
+from hf_flexseq.hf.model.sharding import (
     distributed_config,
     expert_group_size,
     replicas,

@@ -34,12 +34,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.hf.model.checkpointing import CHECKPOINT, FLAG, FUNCTION, offloads, options_of
 from hf_flexseq.memory.store import HostStore, HostTensor
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.users_code import users_forward_hooks
-
-FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-CHECKPOINT = partial(checkpoint, use_reentrant=False)
 
 
 class LayerChoices(Protocol):
@@ -186,7 +184,7 @@ class LayerMemory:
         call = _DecoderCall(choices, context, self.store)
         self._undo = partial(_restore, [(layer, _own(layer)) for layer in self.layers])
         for number, layer in enumerate(self.layers):
-            options = _options_of(layer)
+            options = options_of(layer)
             # Where the host has a part, it is told of every layer that begins.
             setattr(layer, FLAG, choices.recomputes(number) or choices.uses_host)
             setattr(layer, FUNCTION, partial(call.run, number, options))
@@ -290,24 +288,6 @@ def _unpack(packed: torch.Tensor | HostTensor) -> torch.Tensor:
     return packed.take() if isinstance(packed, HostTensor) else packed
 
 
-# ---- what transformers has set
-
-
-def offloads(module: nn.Module) -> bool:
-    """Tell whether transformers brings the inputs of a checkpointed layer to the host. It binds
-    options to a function of its own for that, instead of torch's `checkpoint`."""
-    function = getattr(getattr(module, FUNCTION, None), "func", None)
-    code = getattr(function, "__code__", None)
-    is_its_own = getattr(function, "__module__", None) == "transformers.modeling_utils"
-    return is_its_own and code is not None and "save_on_cpu" in code.co_names
-
-
-def _options_of(layer: nn.Module) -> dict[str, Any]:
-    """Return the user's options of torch's checkpoint; ours where there are none."""
-    options = getattr(getattr(layer, FUNCTION, None), "keywords", None)
-    return dict(options or CHECKPOINT.keywords)
-
-
 def _own(layer: nn.Module) -> dict[str, Any]:
     """Return the flag and the function that a layer has of its own, and not by its class."""
     return {name: vars(layer)[name] for name in (FLAG, FUNCTION) if name in vars(layer)}
@@ -380,6 +360,6 @@ def _reason_of_user(layer: nn.Module) -> str | None:
     function = getattr(layer, FUNCTION, CHECKPOINT)
     if getattr(function, "func", function) is not checkpoint and not offloads(layer):
         return f"{type(layer).__name__} is checkpointed by a function of its own"
-    if "context_fn" in _options_of(layer):
+    if "context_fn" in options_of(layer):
         return "selective activation checkpointing decides what is kept"
     return None

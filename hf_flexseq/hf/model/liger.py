@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
 from hf_flexseq.hf.model.mlp_trial import holds_experts
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.hf.model.noise import noise_of_module
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.virtual_tokens import VirtualTokens
 

@@ -43,7 +43,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
 from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.towers import attention_of_text
 
 Copied = TypeVar("Copied", bound=nn.Module)

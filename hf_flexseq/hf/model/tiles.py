@@ -40,7 +40,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.hf.model.facts import elements
 from hf_flexseq.hf.model.mlp_trial import Place, UnknownMlps, text_layers, token_wise_places
 from hf_flexseq.hf.model.noise import noise_of_module
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.memory.tiles import TokenWise, in_tiles
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.users_code import (

@@ -53,7 +53,7 @@ from hf_flexseq.hf.model.rehearsal import (
     row_of,
     take_users_modules,
 )
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.steps.images import TYPES
 
 logger = logging.getLogger(__name__)

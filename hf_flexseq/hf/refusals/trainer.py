@@ -18,6 +18,7 @@ from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_a
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.model.adapters import unsuitable_adapter
+from hf_flexseq.hf.model.checkpointing import offloading_twice, unknown_offloading
 from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.loss_kinds import (
@@ -38,8 +39,7 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.model.sync import resolve_sync
-from hf_flexseq.hf.refusals.checkpointing import offloading_twice, unknown_offloading
+from hf_flexseq.hf.model.sharding import resolve_sync
 from hf_flexseq.hf.refusals.overrides import check_overrides, has_other_compute_loss
 from hf_flexseq.steps.users_code import package
 

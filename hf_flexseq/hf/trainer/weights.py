@@ -10,7 +10,7 @@ The Trainer puts the tensors of a file into the model by their names. That fails
 So the weights are read by `from_pretrained` into a second model, sharded as the first one: a rank
 reads only its own rows. They are copied, and the second model is freed. It needs as much memory as
 the model's weights, before the optimizer has any when a run resumes. For the few families whose
-rows transformers would mix up (`model/sharding_faults.py`) the second model is whole, on each
+rows transformers would mix up (`model/sharding.py`) the second model is whole, on each
 rank's host.
 
 Rejected: transformers' own function that loads into a model, which replaces the parameters that
@@ -38,8 +38,7 @@ from hf_flexseq.checkpoints.weight_files import files_by_tensor
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import expert_counts
-from hf_flexseq.hf.model.sharding_faults import misplaced_parts
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import misplaced_parts, unsharded_class
 from hf_flexseq.steps.users_code import users_method_behind
 
 logger = logging.getLogger(__name__)

@@ -32,6 +32,7 @@ from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.attachments import on_micro_batches
+from hf_flexseq.hf.model.checkpointing import NonReentrant
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
     compute_dtype,
@@ -40,7 +41,6 @@ from hf_flexseq.hf.model.facts import (
 )
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
 from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.hf.model.shared_prefixes import OFF
 from hf_flexseq.hf.model.text_reader import reader_of_text
