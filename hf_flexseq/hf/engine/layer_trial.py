@@ -33,12 +33,18 @@ from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.lone_rank import LoneTransport
 from hf_flexseq.hf.model.attachments import on_micro_batches
-from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.mlp_trial import holds_experts
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.rehearsal import CPU, FAULTS, Rehearsal, class_copy, fake_copy
+from hf_flexseq.hf.model.rehearsal import (
+    CPU,
+    FAULTS,
+    Rehearsal,
+    class_copy,
+    fake_copy,
+    once_for_equal_models,
+)
 from hf_flexseq.hf.model.sharding import has_sharded_modules, unsharded_class
 from hf_flexseq.hf.model.tiles import find_mlps
 from hf_flexseq.memory.layer_watch import LayerWatch, SeenLayer

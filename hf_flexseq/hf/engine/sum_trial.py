@@ -38,8 +38,8 @@ from hf_flexseq.hf.engine.two_sequences import ITEMS, Found, TwoSequences, Value
 from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
 from hf_flexseq.hf.model.checks import unsuitable_hooks
-from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.model.facts import base_model
+from hf_flexseq.hf.model.rehearsal import code_of_model
 from hf_flexseq.hf.model.shared_prefixes import KEEPS_OWN_LOSS, USERS_CODE
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.source_row import SourceRow

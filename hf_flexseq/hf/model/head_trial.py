@@ -25,13 +25,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.rehearsal import (
     FAULTS,
     TOKENS,
     Rehearsal,
     class_copy,
     in_one_line,
+    once_for_equal_models,
     row_of,
 )
 

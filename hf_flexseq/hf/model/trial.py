@@ -35,7 +35,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.attention import Asked, UnsupportedAttention, number_of, read_call
-from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.recurrent import (
@@ -50,6 +49,7 @@ from hf_flexseq.hf.model.rehearsal import (
     Rehearsal,
     class_copy,
     in_one_line,
+    once_for_equal_models,
     row_of,
     take_users_modules,
 )

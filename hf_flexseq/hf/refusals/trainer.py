@@ -17,7 +17,7 @@ from hf_flexseq.base.refusals import Refusal, option, refuse, together
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
-from hf_flexseq.hf.model.adapters import unsuitable_adapter
+from hf_flexseq.hf.model.adapters import unsuitable_adapter, virtual_tokens_of
 from hf_flexseq.hf.model.checkpointing import offloading_twice, unknown_offloading
 from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
@@ -31,7 +31,6 @@ from hf_flexseq.hf.model.loss_kinds import (
     unsuitable_distillation,
 )
 from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
-from hf_flexseq.hf.model.prompts import virtual_tokens_of
 from hf_flexseq.hf.model.quantized_layers import outlier_threshold
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,

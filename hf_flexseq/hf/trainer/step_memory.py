@@ -17,6 +17,7 @@ one, and torch can take none of them back. On one process gradients, random numb
 what losses have counted would have to be put back.
 """
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,10 +34,10 @@ from hf_flexseq.checkpoints.manifest import read_object
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.out_of_memory import CAP, RanOut, add_note, is_out_of_memory
-from hf_flexseq.hf.trainer.trainer_numbers import TrainerNumbers
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 
 logger = logging.getLogger(__name__)
+
 
 RECORD = "flexseq_memory.json"
 """The file in `output_dir` with the lowered cap."""
@@ -172,3 +173,21 @@ def _recorded(path: Path) -> int | None:
     if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
         raise ValueError(f"{path}: {CAP} is {cap!r}, not a number of tokens: remove the file")
     return cap
+
+
+class TrainerNumbers:
+    """Numbers among a trainer's attributes, and TRL's metrics, as they are now."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
+        self._numbers = {}
+        for name, value in vars(trainer).items():
+            if isinstance(value, int | float):
+                self._numbers[name] = value
+        self._metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
+
+    def restore(self) -> None:
+        """Give the trainer these values back."""
+        vars(self._trainer).update(self._numbers)
+        if self._metrics is not None:
+            self._trainer._metrics = copy.deepcopy(self._metrics)

@@ -62,14 +62,12 @@ from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.refusals.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
-from hf_flexseq.hf.trainer.collators import flexseq_collator, padded_collator
-from hf_flexseq.hf.trainer.data_order import Factors, check_factors
-from hf_flexseq.hf.trainer.resume import Resumed, choose_checkpoint
+from hf_flexseq.hf.trainer.resume import Factors, Resumed, check_factors, choose_checkpoint
 from hf_flexseq.hf.trainer.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.trainer.sharded_checkpoints import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.step_memory import StepMemory
 from hf_flexseq.hf.trainer.trainer_log import TrainerLog
-from hf_flexseq.hf.trainer.training_data import TrainingData
+from hf_flexseq.hf.trainer.training_data import TrainingData, flexseq_collator, padded_collator
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.users_code import package
 

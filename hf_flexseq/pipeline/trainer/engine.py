@@ -43,7 +43,7 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.hf.model.shared_prefixes import OFF
-from hf_flexseq.hf.model.text_reader import reader_of_text
+from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes

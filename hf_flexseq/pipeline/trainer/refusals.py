@@ -11,9 +11,9 @@ from hf_flexseq.base.refusals import Refusal, option, raise_all, refuse
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.checkpointing import asks_to_offload
-from hf_flexseq.hf.model.equal_models import code_of_model
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, has_own_loss, is_on_samples
+from hf_flexseq.hf.model.rehearsal import code_of_model
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
 from hf_flexseq.hf.model.sharding import has_sharded_modules
 from hf_flexseq.hf.model.trial import try_model
