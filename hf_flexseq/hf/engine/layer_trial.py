@@ -36,6 +36,7 @@ from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.mlp_trial import holds_experts
+from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.rehearsal import (
     CPU,
@@ -109,9 +110,7 @@ def _count(
     """Try a model in the first way that works. signature: of its modules and parameters."""
     mlps = [mlp.name for mlp in find_mlps(model).mlps]
     complaints = logging.getLogger("torch._subclasses.fake_tensor")  # of operations that fail
-    former = complaints.disabled
-    complaints.disabled = True
-    try:
+    with Patch(complaints, disabled=True):
         for skips in (True, False):
             for has_own_modules in (True, False):
                 mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -122,8 +121,6 @@ def _count(
                     return trial.count(mlps)
                 except FAULTS as error:
                     logger.debug("bytes of %s are not counted: %s", type(model).__name__, error)
-    finally:
-        complaints.disabled = former
     return None
 
 

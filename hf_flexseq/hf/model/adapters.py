@@ -23,7 +23,7 @@ the model inside without its hooks.
 """
 
 import copy
-from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -122,9 +122,9 @@ def _try(model: Any, name: str, config: Any) -> str | None:
     return wrong[0] if wrong else None
 
 
-def term_of_step(model: Any) -> Callable[[], None]:
+def term_of_step(model: Any) -> ExitStack:
     """Let AdaLoRA add its term, which is none of tokens, once to a step: to every planned call by
-    its part of the step's targets. Returns what undoes this."""
+    its part of the step's targets, until the returned stack is closed."""
     tuner = model.base_model
     whole = tuner.peft_config[tuner.trainable_adapter_name].orth_reg_weight
 
@@ -143,7 +143,7 @@ def term_of_step(model: Any) -> Callable[[], None]:
 
     hooks = around_forward(tuner, begin, end)
     hooks.callback(weigh, tuner)
-    return hooks.close
+    return hooks
 
 
 # ---- prompt tuning and P-tuning
@@ -202,50 +202,36 @@ def _unsuitable(model: Any) -> str | None:
     return None if noise is None else f"{noise} of its encoder is drawn once for a micro-batch"
 
 
-class TrainedPrompt:
-    """Lets a model of PEFT take placeholders for its virtual tokens, until it is detached."""
+def attach_prompt(model: Any, base: PreTrainedModel) -> ExitStack:
+    """Let a model of PEFT, with `base` inside, take placeholders for its virtual tokens, until the
+    returned stack is closed."""
+    of_call = ExitStack()  # undoes what the planned call that runs has changed
+    virtual: list[VirtualTokens] = []  # of that call
 
-    def __init__(self, model: Any, base: PreTrainedModel) -> None:
-        """model: of PEFT, with `base` inside."""
-        self._model = model
-        self._tokens: VirtualTokens | None = None  # of the planned call that runs
-        self._former: tuple[str, Any] | None = None  # adapter and its configuration, meanwhile
-        self._hooks = around_forward(model, self._begin, self._end)
-        self._hooks.callback(base.get_input_embeddings().register_forward_hook(self._embed).remove)
-
-    def detach(self) -> None:
-        """Take the hooks back."""
-        self._restore()
-        self._hooks.close()
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._restore()
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        of_call.close()  # a call that an interrupt has ended runs no hook
         context = kwargs.get("seq_ctx")
         if context is None:
             return
         assert context.virtual_tokens is not None, "rows of this model have virtual tokens"
-        self._tokens = context.virtual_tokens
-        adapter = self._model.active_adapter
-        config = self._model.peft_config[adapter]
-        self._former = (adapter, config)
-        given = {**vars(config), "is_prompt_learning": False}
-        self._model.peft_config[adapter] = SimpleNamespace(**given)
+        virtual.append(context.virtual_tokens)
+        of_call.callback(virtual.clear)
+        adapter, configs = model.active_adapter, model.peft_config
+        of_call.callback(configs.__setitem__, adapter, configs[adapter])
+        given = {**vars(configs[adapter]), "is_prompt_learning": False}
+        configs[adapter] = SimpleNamespace(**given)
 
-    def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        self._restore()
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        of_call.close()
 
-    def _restore(self) -> None:
-        """Give the adapter its configuration back. A call that an interrupt has ended runs no
-        hook."""
-        former, self._former = self._former, None
-        self._tokens = None
-        if former is not None:
-            adapter, config = former
-            self._model.peft_config[adapter] = config
-
-    def _embed(self, module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+    def embed(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         """Return embedded tokens, [1, tokens, width], with the embeddings of virtual ones."""
-        if self._tokens is None:
+        if not virtual:
             return embedded
-        prompt = self._model.get_prompt(batch_size=1)[0]  # [n, width]
-        return self._tokens.embedded(embedded, prompt)
+        prompt = model.get_prompt(batch_size=1)[0]  # [n, width]
+        return virtual[0].embedded(embedded, prompt)
+
+    attached = around_forward(model, begin, end)
+    attached.callback(base.get_input_embeddings().register_forward_hook(embed).remove)
+    attached.callback(of_call.close)
+    return attached

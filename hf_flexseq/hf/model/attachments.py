@@ -36,7 +36,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.adapters import TrainedPrompt, term_of_step, virtual_tokens_of
+from hf_flexseq.hf.model.adapters import attach_prompt, term_of_step, virtual_tokens_of
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.call_count import counted_calls
 from hf_flexseq.hf.model.checkpointing import NonReentrant
@@ -46,9 +46,10 @@ from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.liger import liger_kernels
 from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
-from hf_flexseq.hf.model.noise import EmbeddingNoise
+from hf_flexseq.hf.model.noise import attach_noise
+from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.shared_prefixes import refuse_noise
 from hf_flexseq.hf.model.tiles import MlpTiles
@@ -145,7 +146,7 @@ def on_micro_batches(
     with (
         attention.attached(),
         attach_positions(model),
-        RecurrentFunctions(model).attached(),
+        attach_recurrent(model),
         layers_told_causal(model),
         counted_calls(model, layers),
     ):
@@ -185,8 +186,8 @@ class AttachedModel:
         self.base = base
         self.layers = layers
         with ExitStack() as attached:
-            attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
-            accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
+            ddp_handler = early_buckets(accelerator.ddp_handler, model)
+            attached.enter_context(Patch(accelerator, ddp_handler=ddp_handler))
             self.attention = attached.enter_context(on_micro_batches(base))
             """Attention of the model, of its own or ours."""
             if settings.liger is not None:
@@ -227,15 +228,14 @@ class AttachedModel:
             )
             attached.callback(begin.remove)
             if settings.noise is not None:
-                attached.callback(EmbeddingNoise(base).detach)
+                attached.enter_context(attach_noise(base))
             self.virtual_tokens = virtual_tokens_of(model)
             """Virtual tokens that the model puts in front of each sequence."""
             if self.virtual_tokens:
-                attached.callback(TrainedPrompt(model, base).detach)
+                attached.enter_context(attach_prompt(model, base))
             if hasattr(model.base_model, "trainable_adapter_name"):  # of AdaLoRA
-                attached.callback(term_of_step(model))
-            for hook in refuse_noise(base):
-                attached.callback(hook.remove)
+                attached.enter_context(term_of_step(model))
+            attached.enter_context(refuse_noise(base))
             self._attached = attached.pop_all()  # what `detach` undoes, as does an error before
 
     def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:

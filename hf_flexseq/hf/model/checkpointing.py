@@ -16,6 +16,7 @@ What a micro-batch's plan chooses instead is in `layer_memory.py`.
 """
 
 import logging
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from hf_flexseq.base.versions import (
     is_older,
     needs,
 )
+from hf_flexseq.hf.model.patches import Patch
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,8 @@ class NonReentrant:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._layers = [module for module in model.modules() if hasattr(module, FLAG)]
-        self._replaced: list[tuple[nn.Module, Any, Any]] = []  # layer, former function, and ours
+        self._replaced = ExitStack()
+        self._has_said = False
 
     def replace(self) -> None:
         """Replace reentrant functions; the first time one line in the log says so. Raises
@@ -87,7 +90,8 @@ class NonReentrant:
         reason = unsuitable_checkpointing(self._model)
         if reason is not None:
             raise NotImplementedError(f"{type(self._model).__name__}: {reason}")
-        if not self._replaced:
+        if not self._has_said:
+            self._has_said = True
             logger.info(
                 "use_reentrant=True: layers of %s are checkpointed with use_reentrant=False, "
                 "which has the same results",
@@ -95,17 +99,13 @@ class NonReentrant:
             )
         for layer in reentrant:
             if _is_replaceable(layer):
-                former = getattr(layer, FUNCTION)
-                ours = _other_way(former)
-                setattr(layer, FUNCTION, ours)
-                self._replaced.append((layer, former, ours))
+                ours = _other_way(getattr(layer, FUNCTION))
+                self._replaced.enter_context(Patch(layer, **{FUNCTION: ours}))
 
     def restore(self) -> None:
         """Give layers their former functions back, unless others have been set since."""
-        for layer, former, ours in reversed(self._replaced):
-            if getattr(layer, FUNCTION, None) is ours:
-                setattr(layer, FUNCTION, former)
-        self._replaced.clear()
+        self._replaced.close()
+        self._has_said = False
 
 
 def _is_reentrant(module: nn.Module) -> bool:

@@ -21,10 +21,10 @@ that is on makes the Trainer think that the user has asked for checkpointing.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,34 +35,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.hf.model.checkpointing import CHECKPOINT, FLAG, FUNCTION, offloads, options_of
+from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.memory.store import HostStore, HostTensor
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.users_code import users_forward_hooks
 
 
-class LayerChoices(Protocol):
-    """What is done with the activations of each layer: a `MemoryChoice`, or `AsSet`."""
-
-    @property
-    def uses_host(self) -> bool:
-        """True if anything is on the host."""
-
-    def recomputes(self, layer: int) -> bool:
-        """Return True if this layer runs again in the backward."""
-
-    def input_on_host(self, layer: int) -> bool:
-        """Return True if the input of this layer is on the host."""
-
-    def output_on_host(self, layer: int) -> bool:
-        """Return True if the output of this layer's attention is on the host."""
-
-    def recomputes_output(self, layer: int) -> bool:
-        """Return True if this layer's attention runs again in the backward."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AsSet:
-    """What the user has set for the run, which may be every second layer."""
+    """What the user has set for the run, which may be every second layer; a `MemoryChoice` names
+    the first layers alone."""
 
     checkpointed: tuple[bool, ...]
     """By layer."""
@@ -124,7 +106,7 @@ class LayerMemory:
         """The store, once anything has gone to the host."""
         self._save_attention_output = save_attention_output
         self._make_store = make_store
-        self._undo: Callable[[], None] | None = None  # of the call that runs now
+        self._told = ExitStack()  # what the layers do in the call that runs now
         decoder = decoder_of(model)
         if decoder is not None and reason_not_told(model, decoder) is None:
             self._decoder = decoder
@@ -161,18 +143,18 @@ class LayerMemory:
         finally:
             for hook in hooks:
                 hook.remove()
-            self._restore_layers()
+            self._told.close()
             if self.store is not None:
                 self.store.close()
                 self.store = None
 
     def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the layers the functions of this call, if they do not do as they are set."""
-        self._restore_layers()
+        self._told.close()  # torch runs no hook after a call that Ctrl-C has ended
         context = kwargs.get("seq_ctx")
         if not isinstance(context, SequenceContext):
             return
-        choices: LayerChoices | None = context.memory
+        choices: MemoryChoice | AsSet | None = context.memory
         if choices is None:
             choices = self.as_set
             if not choices.offload:
@@ -182,32 +164,24 @@ class LayerMemory:
         if choices.uses_host and self.store is None:
             self.store = self._make_store()
         call = _DecoderCall(choices, context, self.store)
-        self._undo = partial(_restore, [(layer, _own(layer)) for layer in self.layers])
         for number, layer in enumerate(self.layers):
-            options = options_of(layer)
             # Where the host has a part, it is told of every layer that begins.
-            setattr(layer, FLAG, choices.recomputes(number) or choices.uses_host)
-            setattr(layer, FUNCTION, partial(call.run, number, options))
+            flag = choices.recomputes(number) or choices.uses_host
+            function = partial(call.run, number, options_of(layer))
+            self._told.enter_context(Patch(layer, **{FLAG: flag, FUNCTION: function}))
 
     def _end(self, decoder: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         """End a call, whatever has become of it."""
-        self._restore_layers()
+        self._told.close()
         if self.store is not None:
             self.store.settle()
-
-    def _restore_layers(self) -> None:
-        """Give the layers back what they had before the last call. That call is over: torch runs
-        no hook after one that an interrupt from the keyboard has ended."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
 
 
 class _DecoderCall:
     """One call of a decoder under a choice."""
 
     def __init__(
-        self, choices: LayerChoices, context: SequenceContext, store: HostStore | None
+        self, choices: MemoryChoice | AsSet, context: SequenceContext, store: HostStore | None
     ) -> None:
         self._choices = choices
         self._kept = context.kept
@@ -286,21 +260,6 @@ def _is_same(saved: torch.Tensor, given: torch.Tensor) -> bool:
 
 def _unpack(packed: torch.Tensor | HostTensor) -> torch.Tensor:
     return packed.take() if isinstance(packed, HostTensor) else packed
-
-
-def _own(layer: nn.Module) -> dict[str, Any]:
-    """Return the flag and the function that a layer has of its own, and not by its class."""
-    return {name: vars(layer)[name] for name in (FLAG, FUNCTION) if name in vars(layer)}
-
-
-def _restore(former: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Give layers back what `_own` has returned."""
-    for layer, own in former:
-        for name in (FLAG, FUNCTION):
-            if name in own:
-                setattr(layer, name, own[name])
-            else:
-                delattr(layer, name)
 
 
 # ---- which models

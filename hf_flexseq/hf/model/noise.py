@@ -2,7 +2,7 @@
 the embeddings of an attached model.
 
 transformers' own hook for the latter draws from the device's generator, and divides by the length
-of the row, which here holds parts of several sequences. `EmbeddingNoise` adds what is in
+of the row, which here holds parts of several sequences. `attach_noise` adds what is in
 `steps/embedding_noise.py` instead.
 """
 
@@ -81,34 +81,26 @@ def noisy_option(config: PreTrainedConfig, *, of_text: bool = True) -> str | Non
 # ---- NEFTune's noise
 
 
-class EmbeddingNoise:
-    """Adds the noise of each micro-batch to its embedded tokens, until it is detached.
+def attach_noise(model: PreTrainedModel) -> ExitStack:
+    """Add the noise of each micro-batch to its embedded tokens, until the returned stack is
+    closed. As in transformers, only a model in training mode has noise, also without gradients.
+    model: without adapters."""
+    attached = ExitStack()
+    of_call: list[TokenNoise | None] = [None]  # while the model runs on a micro-batch
 
-    As in transformers, only a model in training mode has noise, also without gradients.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: without adapters."""
-        self._noise: TokenNoise | None = None  # while the model runs on a micro-batch
-        self._hooks = ExitStack()
-        embedded = model.get_input_embeddings().register_forward_hook(self._add)
-        self._hooks.callback(embedded.remove)
-        for entry in {model, model.base_model}:
-            self._hooks.enter_context(around_forward(entry, self._begin, self._end))
-
-    def detach(self) -> None:
-        """Take the hooks back."""
-        self._hooks.close()
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         context = kwargs.get("seq_ctx")
-        self._noise = None if context is None else context.noise
+        of_call[0] = None if context is None else context.noise
 
-    def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        self._noise = None
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        of_call[0] = None
 
-    def _add(self, module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+    def add(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         """Return embedded tokens, [1, tokens, hidden], with noise in training mode."""
-        if self._noise is None or not module.training:
-            return embedded
-        return self._noise.added_to(embedded)
+        noise = of_call[0]
+        return embedded if noise is None or not module.training else noise.added_to(embedded)
+
+    attached.callback(model.get_input_embeddings().register_forward_hook(add).remove)
+    for entry in {model, model.base_model}:
+        attached.enter_context(around_forward(entry, begin, end))
+    return attached

@@ -41,7 +41,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,6 +52,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import deepspeed
 
 from hf_flexseq.hf.model.noise import dropout_held_by
+from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.towers import attention_of_text
@@ -178,16 +179,10 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-@contextmanager
-def without_sharding() -> Iterator[None]:
-    """Let models that are made inside the block be whole, also under ZeRO-3: DeepSpeed would take
+def without_sharding() -> Patch:
+    """Let models that are made inside a block be whole, also under ZeRO-3: DeepSpeed would take
     the weights of a model inside a model, such as a classifier's, off the meta device."""
-    former = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = former
+    return Patch(deepspeed, _hf_deepspeed_config_weak_ref=None)
 
 
 # ---- copies of a model's own modules

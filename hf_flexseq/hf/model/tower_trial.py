@@ -26,8 +26,7 @@ Rejected: to try a tower of fewer layers, since configurations name layers by nu
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -36,6 +35,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
+from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.rehearsal import FAULTS, Rehearsal, class_copy, row_of, take_users_modules
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.plan.images import MODALITIES, frames_of_parts
@@ -157,7 +157,7 @@ def _try_call(tried: PreTrainedModel, modality: str) -> _Call:
         raise _Called
 
     name = type(tried).__name__
-    with _replaced(inner, call.method, note):
+    with Patch(inner, **{call.method: note}):
         try:
             _run(tried, given)
         except _Called:
@@ -254,16 +254,6 @@ def _run(tried: PreTrainedModel, given: Mapping[str, Any]) -> None:
     taken = inspect.signature(type(tried).forward).parameters
     types = [name for name in TYPES if name in taken]
     Rehearsal(tried).run({**row_of("input_ids", "position_ids", *types), **given})
-
-
-@contextmanager
-def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Give a module another method inside the block."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
 
 
 # ---- whether frames are independent

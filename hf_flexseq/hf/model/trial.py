@@ -39,8 +39,8 @@ from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
-    RecurrentFunctions,
     UnsupportedRecurrence,
+    attach_recurrent,
     mixers,
 )
 from hf_flexseq.hf.model.rehearsal import (
@@ -205,8 +205,8 @@ def _run(
         # With a mask that hides nothing, transformers does not look for documents in the row. It
         # reads the mask's numbers for recurrent layers, so these are on the CPU.
         given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.int64, device="cpu")
-        recurrent = RecurrentFunctions(tried).attached()
-        Rehearsal(tried).run(given, recurrent, without_liger(), _Counting(tried, seen))
+        listeners = (attach_recurrent(tried), without_liger(), _Counting(tried, seen))
+        Rehearsal(tried).run(given, *listeners)
     except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
     except FAULTS as error:  # The meta model itself may be at fault, while the model is fine.

@@ -34,6 +34,7 @@ from hf_flexseq.checkpoints.manifest import read_object
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.out_of_memory import CAP, RanOut, add_note, is_out_of_memory
+from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 
 logger = logging.getLogger(__name__)
@@ -64,11 +65,8 @@ class StepMemory:
         self._lowers = args.auto_find_batch_size
         self.saved = None
         self._numbers = TrainerNumbers(self._trainer)
-        args.auto_find_batch_size = False
-        try:
+        with Patch(args, auto_find_batch_size=False):
             yield
-        finally:
-            args.auto_find_batch_size = self._lowers
 
     def take_recorded(self) -> None:
         """Begin with the cap that earlier starts of the run have left. Collective over the world.

@@ -58,6 +58,7 @@ from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.compiled_regions import leave_others_uncompiled
 from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss_kinds import has_own_loss, is_objective, is_on_samples
+from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.refusals.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
@@ -233,7 +234,7 @@ class FlexSeqMixin(ShardedCheckpoints):
     ) -> Any:
         """Train, from a whole checkpoint if asked: True takes the newest. Raises ValueError."""
         asked, memory = resume_from_checkpoint, self._flexseq_memory
-        with self._liger_left_out(), memory.lowering():
+        with Patch(self.args, use_liger_kernel=False), memory.lowering():  # the engine puts it in
             while True:
                 resumed = choose_checkpoint(asked, self.args.output_dir, self.flexseq.communicator)
                 self._flexseq_resumed = resumed
@@ -244,16 +245,6 @@ class FlexSeqMixin(ShardedCheckpoints):
                     if not memory.can_start_again(folder):
                         raise
                 asked = memory.start_again(folder)
-
-    @contextmanager
-    def _liger_left_out(self) -> Iterator[None]:
-        """Keep the Trainer from Liger's kernels inside the block: the engine puts them in."""
-        wanted = self.args.use_liger_kernel
-        self.args.use_liger_kernel = False
-        try:
-            yield
-        finally:
-            self.args.use_liger_kernel = wanted
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
@@ -421,7 +412,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         with (
             self._flexseq_loss.evaluating(dataloader, predicts=predicts) as loader,
             self._attached(),
-            self._liger_left_out(),
+            Patch(self.args, use_liger_kernel=False),
             left_unprepared(self),
         ):
             output = super().evaluation_loop(
@@ -442,16 +433,9 @@ class FlexSeqMixin(ShardedCheckpoints):
         with self._padding(wants_predictions(self, predicts=True)):
             return super().get_test_dataloader(*args, **kwargs)
 
-    @contextmanager
-    def _padding(self, pads: bool) -> Iterator[None]:
-        """Give loaders made inside the block the collator of padded batches, if `pads`."""
-        former = self.data_collator
-        if pads:
-            self.data_collator = self._flexseq_padded
-        try:
-            yield
-        finally:
-            self.data_collator = former
+    def _padding(self, pads: bool) -> Patch:
+        """Give loaders made inside a block the collator of padded batches, if `pads`."""
+        return Patch(self, data_collator=self._flexseq_padded if pads else self.data_collator)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
