@@ -154,7 +154,7 @@ def forwards_of(modules: Sequence[nn.Module]) -> list[Any]:
 
 def replaced_forward(module: nn.Module) -> str | None:
     """Return where the forward of a library's mixer comes from, in words, unless it is its class's
-    own; None for modules of the user's, which are tried (`sum_trial.py`)."""
+    own; None for modules of the user's, which are tried (`sum_trial.py` in hf/engine)."""
     if not is_known(type(module)):
         return None
     homes = {base.__module__ for base in type(module).__mro__}
