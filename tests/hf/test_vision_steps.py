@@ -137,7 +137,7 @@ def tower_of_rank(rank, world_size, has_tower):
     shape = TowerShape(layers=2, hidden=8, intermediate=16, patches_per_token=4, row_numbers=8)
     own = TowerCost.of(shape, flops=1e12 / (1 + rank), dtype_bytes=2, checkpointing=False)
     subject = SimpleNamespace(estimate=SimpleNamespace(tower=own if has_tower else None))
-    source = CostSource(asked="a preset", named=None, accelerator=None, communicator=join())
+    source = CostSource(asked="a preset", named=None, communicator=join())
     return source.find_tower(subject, simple_cost())
 
 

@@ -23,9 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from huggingface_hub.constants import HF_HOME
-from transformers import PreTrainedModel
 
 from hf_flexseq.base.reading import parse_json, read_text
 from hf_flexseq.checkpoints.files import write_json
@@ -35,7 +33,7 @@ from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.engine.cost_choice import CostSubject, RunWide
+from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
 
 logger = logging.getLogger(__name__)
@@ -131,7 +129,6 @@ class CostSource:
     named: CostModel | None
     """Result of `named_cost`."""
 
-    accelerator: Accelerator
     communicator: Communicator
     learned: LearnedCost = field(default_factory=LearnedCost)
     """Corrections of the last cost model found."""
@@ -156,29 +153,12 @@ class CostSource:
         self.learned.freeze("a checkpoint is saved")
         return replace(self._used, versions=tuple(self.learned.versions)).to_record()
 
-    def subject(
-        self,
-        model: PreTrainedModel,
-        *,
-        save_attention_output: bool = True,
-        run_wide: RunWide | None = None,
-    ) -> CostSubject:
-        """Return the subject. save_attention_output: True if checkpointed layers keep the output.
-        run_wide: what is set for activations, to count bytes of layers; None to compute them."""
-        return CostSubject.of(
-            model,
-            self.accelerator,
-            self.communicator.topology,
-            save_attention_output=save_attention_output,
-            run_wide=run_wide,
-        )
-
     def expected(self, subject: CostSubject) -> CostModel:
         """Return rank 0's cost model for memory checks, without counted bytes. Collective over the
         world."""
         own = subject.estimate
         if self.named is not None:
-            own = replicated(self.named, subject.facts.replicas)
+            own = replicated(self.named, subject.replicas)
         return CostModel.from_record(self.communicator.cpu_group.broadcast_value(own.to_record()))
 
     def find(self, subject: CostSubject) -> CostModel:
@@ -241,8 +221,8 @@ class CostSource:
         made_for: dict[str, Any] = {"cost_model": self.asked}
         if self.named is None:
             made_for[MEMORY] = subject.estimate.budget_bytes
-            if subject.run_wide is not None:
-                made_for["activations"] = str(subject.run_wide.as_set)
+            if subject.as_set is not None:
+                made_for["activations"] = str(subject.as_set)
         for name, value in subject.key().items():
             if name not in MAY_DIFFER:
                 made_for[name] = value

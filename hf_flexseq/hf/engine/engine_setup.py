@@ -57,7 +57,6 @@ class EngineSetup:
             costs=CostSource(
                 args.cost_model,
                 named_cost(args.cost_model, communicator),
-                accelerator,
                 communicator,
             ),
         )

@@ -29,6 +29,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.attachments import on_micro_batches
@@ -107,7 +108,7 @@ class PipelineEngine(FlexSeqEngine):
 
         # 2. what the cost model of the whole is to be made for, then this rank's stage of it
         whole = model if stage_of(model) is None else class_copy(model, dtype=model.dtype)
-        self._cost_subject = setup.costs.subject(whole)
+        self._cost_subject = CostSubject.of(whole, accelerator, communicator.topology)
         self._cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step
         self.stage: Stage = stage_of(model) or cut(
