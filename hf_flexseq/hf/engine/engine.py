@@ -34,6 +34,8 @@ from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.connect import connect
+from hf_flexseq.hf.engine.cost_source import CostSource, named_cost
 from hf_flexseq.hf.engine.engine_setup import EngineSetup
 from hf_flexseq.hf.engine.finished_steps import FinishedSteps
 from hf_flexseq.hf.engine.loaders import LoaderSettings, batches_on_host
@@ -91,16 +93,24 @@ class FlexSeqEngine:
         check_accelerator(accelerator, args)
         if accelerator.is_main_process:
             warn_untested(*([] if uses_trl else ["trl"]))
-        self.setup = setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
-        args.plan_options().check_on(setup.communicator.topology)
+        if communicator is None:
+            communicator = Communicator(transport=connect(accelerator.device, timeout=timeout))
+        named = named_cost(args.cost_model, communicator)
+        self.setup = setup = EngineSetup(
+            accelerator=accelerator,
+            args=args,
+            communicator=communicator,
+            costs=CostSource(args.cost_model, named, communicator),
+        )
+        args.plan_options().check_on(communicator.topology)
         with ErrorCapture() as looking:  # ranks may have machines of different sizes
             setup.host_bytes()
         looking.raise_on_all_ranks(
-            setup.communicator.cpu_group.gather_values, "looking at the memory of the machine"
+            communicator.cpu_group.gather_values, "looking at the memory of the machine"
         )
         self.accelerator = accelerator
         self.args = args
-        self.communicator = setup.communicator
+        self.communicator = communicator
         self.settings = ModelSettings()
         """Settings of the models that are attached from now on."""
         self.kernel: Kernel | None = None
@@ -111,7 +121,7 @@ class FlexSeqEngine:
         self._lowered: int | None = None  # by `lower_cap`
         self._finished = FinishedSteps(
             accelerator,
-            setup.communicator,
+            communicator,
             args,
             figures_of=self.figures_of,
             on_figures=on_figures,
@@ -122,7 +132,7 @@ class FlexSeqEngine:
         self.reason_of_loss: Callable[[], str | None] = lambda: None
         """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
         or None; asked before the first step."""
-        self._notes = DrawnNotes(setup.communicator.rank)
+        self._notes = DrawnNotes(communicator.rank)
         self.running: Step | None = None
         """The training step that runs, or has failed."""
         # Dataloaders may be prepared before a model is attached.

@@ -117,12 +117,13 @@ class StepMemory:
         """Write a lowered cap; return what happened and what follows."""
         problem = self._written(ran_out.lowered)
         self._has_lowered = problem is None
+        what = ran_out.what
         line = (
-            f"{ran_out}; the next start of this run lowers the cap from {ran_out.cap:,} to "
+            f"{what}; the next start of this run lowers the cap from {ran_out.cap:,} to "
             f"{ran_out.lowered:,} tokens, as {self._record} says: go on from the newest checkpoint"
         )
         if problem is not None:
-            line = f"{ran_out}; set {CAP}={ran_out.lowered}, which could not be noted: {problem}"
+            line = f"{what}; set {CAP}={ran_out.lowered}, which could not be noted: {problem}"
         logger.error("%s", line)
         return line
 
