@@ -272,7 +272,7 @@ def test_sizes_of_a_model_have_its_recurrent_layers():
     without = make_hybrid("Bamba without attention")
     assert model_shape(without).full_layers == 0
     assert len(layer_calls(without.config)) == 1
-    assert attention_shape(without.config).query_heads == 1
+    assert attention_shape(without.config).heads == 1
 
 
 KNOWN = "hf_flexseq knows full, .*the recurrent layers Gated DeltaNet, .* short convolutions"

@@ -41,10 +41,10 @@ from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.rehearsal import (
     CPU,
     FAULTS,
-    Rehearsal,
     class_copy,
     fake_copy,
     once_for_equal_models,
+    rehearse,
 )
 from hf_flexseq.hf.model.sharding import has_sharded_modules, unsharded_class
 from hf_flexseq.hf.model.tiles import find_mlps
@@ -117,7 +117,7 @@ def _count(
                 try:
                     whole = _whole(model) if has_own_modules else _of_class(model, dtype)
                     copied = fake_copy(whole, dtype, mode)
-                    trial = LayerTrial(Rehearsal(copied, mode), autocast, skips=skips)
+                    trial = LayerTrial(copied, mode, autocast, skips=skips)
                     return trial.count(mlps)
                 except FAULTS as error:
                     logger.debug("bytes of %s are not counted: %s", type(model).__name__, error)
@@ -157,15 +157,16 @@ class LayerTrial:
 
     def __init__(
         self,
-        rehearsal: Rehearsal,
+        model: PreTrainedModel,
+        mode: FakeTensorMode,
         autocast: torch.dtype | None,
         *,
         skips: bool,
     ) -> None:
         """skips: True to run one layer of each kind, False to run all."""
-        self._rehearsal = rehearsal
+        self._mode = mode
         self._autocast = autocast
-        self.model = model = rehearsal.model
+        self.model = model
         decoder = decoder_of(model)
         reason = "no list of layers" if decoder is None else reason_not_told(model, decoder)
         if decoder is None or reason is not None:
@@ -221,7 +222,7 @@ class LayerTrial:
     def _run(self, tiled: Sequence[nn.Module], *, is_checkpointed: bool = False) -> LayerWatch:
         """Run forward and backward, or the forward of checkpointed layers alone, and return what
         lived. tiled: MLPs that can be tiled."""
-        with self._rehearsal.tensors:
+        with self._mode:
             inputs = self.inputs()
         tracker = LiveBytes(self.factor)
         watch = LayerWatch(tracker)
@@ -234,8 +235,14 @@ class LayerTrial:
             inputs["seq_ctx"].kept = KeptInTrials()
         else:
             inputs["num_items_in_batch"] = self.factor * _CHUNK
-        self._rehearsal.run(
-            inputs, tracker, grad=True, autocast=self._autocast, trains=not is_checkpointed
+        rehearse(
+            self.model,
+            inputs,
+            tracker,
+            mode=self._mode,
+            grad=True,
+            autocast=self._autocast,
+            trains=not is_checkpointed,
         )
         watch.remove()
         return watch

@@ -11,7 +11,6 @@ How a model is divided between ranks is in `sharding.py`.
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -63,19 +62,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return base
 
 
-class AttentionShape(NamedTuple):
-    """The heads of one attention layer."""
-
-    query_heads: int
-    kv_heads: int
-    """Heads of keys and values; fewer than query heads where several of these share one."""
-    head_dim: int
-    """Size of a head as kernels see it: queries, keys and values are padded to one size."""
-
-
 _HEAD_NORM = ("q_norm", "query_layernorm", "q_layernorm")  # modules that normalise queries
 
-_NO_ATTENTION = AttentionShape(query_heads=1, kv_heads=1, head_dim=64)
+_NO_ATTENTION = HeadShape(heads=1, kv_heads=1, head_dim=64)
 
 
 EXPERT_GROUP = "ep"  # transformers' name of a mesh's dimension, over which experts are spread
@@ -84,14 +73,14 @@ EXPERT_GROUP = "ep"  # transformers' name of a mesh's dimension, over which expe
 # ---- sizes
 
 
-def attention_shape(config: PreTrainedConfig) -> AttentionShape:
+def attention_shape(config: PreTrainedConfig) -> HeadShape:
     """Read the heads of a decoder-only model's attention from its (text) configuration: the most
     and the largest of all layers; one head for a model without attention."""
     kinds = layer_kinds(config)
     if not kinds:
         return _NO_ATTENTION
-    return AttentionShape(
-        query_heads=max(kind.query_heads for kind in kinds),
+    return HeadShape(
+        heads=max(kind.query_heads for kind in kinds),
         kv_heads=max(kind.kv_heads for kind in kinds),
         head_dim=max(kind.width for kind in kinds),
     )
@@ -140,7 +129,7 @@ def model_shape(model: nn.Module) -> ModelShape:
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        heads=attention.query_heads,
+        heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
         intermediate=_mlp_width(config),
@@ -170,7 +159,7 @@ def _recurrent(layers: Sequence[Layer]) -> tuple[tuple[int, RecurrentShape], ...
 
 
 def _head_shapes(
-    kinds: Sequence[LayerKind], largest: AttentionShape
+    kinds: Sequence[LayerKind], largest: HeadShape
 ) -> tuple[tuple[Reach, HeadShape], ...]:
     """Return the largest heads of the layers of each reach; () if all have the model's."""
     shapes: dict[Reach, HeadShape] = {}
@@ -178,7 +167,7 @@ def _head_shapes(
         before = shapes.get(kind.reach, HeadShape(0, 0, 0))
         here = HeadShape(kind.query_heads, kind.kv_heads, kind.width)
         shapes[kind.reach] = HeadShape(*map(max, before, here))
-    if set(shapes.values()) <= {HeadShape(*largest)}:
+    if set(shapes.values()) <= {largest}:
         return ()
     return tuple(shapes.items())
 

@@ -188,22 +188,17 @@ def _attention(config: PreTrainedConfig, layer: int, kind: str, keys_of: int) ->
     reach = _reach(config, layer, kind)
     if getattr(_of_layer(config, layer), "num_attention_heads", None) is None:
         raise UnknownLayers(f"its configuration has no num_attention_heads; {_KNOWN}")
+    query_heads, kv_heads, head_dim, value_dim = _head_sizes(config, layer, kind)
     return LayerKind(
         reach=reach,
         softcap=_softcap(config),
         sinks=kind in _SINKS.get(config.model_type, ()),
-        **_head_sizes(config, layer, kind)._asdict(),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
         keys_of=keys_of,
     )
-
-
-class _HeadSizes(NamedTuple):
-    """Numbers and sizes of a layer's heads; see `LayerKind`."""
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
 
 
 def _reach(config: PreTrainedConfig, layer: int, kind: str) -> Reach:
@@ -258,8 +253,9 @@ def _softcap(config: PreTrainedConfig) -> float | None:
     return softcap
 
 
-def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> _HeadSizes:
-    """Return numbers and sizes of a layer's heads."""
+def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> tuple[int, int, int, int]:
+    """Return numbers and sizes of a layer's heads: query heads, those of keys and values, the size
+    of a head of queries and keys, and of values."""
     of_layer = _of_layer(config, layer)
     heads: int = of_layer.num_attention_heads
     kv_heads: int = getattr(of_layer, "num_key_value_heads", None) or heads
@@ -268,14 +264,14 @@ def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> _HeadSizes:
     rope_dim = getattr(of_layer, "qk_rope_head_dim", None)
     nope_dim = getattr(of_layer, "qk_nope_head_dim", None)
     if rope_dim is not None and nope_dim is not None:
-        return _HeadSizes(heads, heads, nope_dim + rope_dim, of_layer.v_head_dim or nope_dim)
+        return heads, heads, nope_dim + rope_dim, of_layer.v_head_dim or nope_dim
 
     # 2. attention with heads of its own
     head_dim: int = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // heads
     value_dim: int = getattr(of_layer, "v_head_dim", None) or head_dim
     if config.model_type == "mimo_v2_flash" and kind == "sliding_attention":
         kv_heads *= 2
-    return _HeadSizes(heads, kv_heads, head_dim, value_dim)
+    return heads, kv_heads, head_dim, value_dim
 
 
 def _of_layer(config: PreTrainedConfig, layer: int, option: str | None = None) -> PreTrainedConfig:
@@ -355,29 +351,16 @@ def _kimi_delta(config: PreTrainedConfig) -> RecurrentShape | None:
     return _delta_rule("kimi_delta", config, (heads, heads), (head_dim, head_dim))
 
 
-class _Mamba2Names(NamedTuple):
-    """Names of the sizes of a Mamba 2 in a configuration."""
-
-    heads: str
-    head_dim: str
-    groups: str
-    state_dim: str
-    width: str
-
-
+# Names of Mamba 2's sizes in configurations: heads, their size, groups, size of states, width.
 _MAMBA2 = (
     # Granite 4, Bamba, Falcon-H1
-    _Mamba2Names(
-        "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
-    ),
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     # Nemotron-H
-    _Mamba2Names("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
     # Zamba 2
-    _Mamba2Names(
-        "n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"
-    ),
+    ("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"),
     # Mamba 2 itself
-    _Mamba2Names("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+    ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
 )
 
 

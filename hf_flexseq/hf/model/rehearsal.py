@@ -1,7 +1,7 @@
 """Rehearse a model: run a copy of it whose tensors have shapes, but neither numbers nor memory.
 
     copied = class_copy(model, attention="eager")
-    outputs = Rehearsal(copied).run(row_of("input_ids", "position_ids"), *listeners)
+    outputs = rehearse(copied, row_of("input_ids", "position_ids"), *listeners)
 
 A rehearsal takes a tenth of a second or so for every size of model. Its listeners, context
 managers that see functions of torch or modules, ask one question each:
@@ -83,45 +83,37 @@ _HOOKS = (
 )
 
 
-class Rehearsal:
-    """Runs of a copy."""
+def rehearse(
+    forward: Callable[..., Any],
+    given: dict[str, Any],
+    *listeners: AbstractContextManager[Any],
+    mode: FakeTensorMode | None = None,
+    grad: bool = False,
+    autocast: torch.dtype | None = None,
+    trains: bool = False,
+) -> Any:
+    """Run a forward of a copy inside of `listeners`, the first one outermost, and return the
+    outputs.
 
-    def __init__(self, model: PreTrainedModel, mode: FakeTensorMode | None = None) -> None:
-        """model: the copy. mode: that of its fake tensors; None on the meta device."""
-        self.model = model
-        self.tensors: AbstractContextManager[Any] = mode or torch.device("meta")
-        """Inside of it tensors are made like those of the copy."""
-
-    def run(
-        self,
-        given: dict[str, Any],
-        *listeners: AbstractContextManager[Any],
-        forward: Callable[..., Any] | None = None,
-        grad: bool = False,
-        autocast: torch.dtype | None = None,
-        trains: bool = False,
-    ) -> Any:
-        """Run a forward of the copy inside of `listeners`, the first one outermost, and return the
-        outputs.
-
-        Args:
-            given: Arguments.
-            listeners: Context managers.
-            forward: What is called instead of the copy.
-            grad: Whether the forward keeps what a backward needs.
-            autocast: Dtype of autocast in the forward; None without.
-            trains: Whether the backward of the outputs' loss runs, too.
-        """
-        with ExitStack() as inside:
-            inside.enter_context(self.tensors)
-            inside.enter_context(torch.set_grad_enabled(grad or trains))
-            for listener in listeners:
-                inside.enter_context(listener)
-            with torch.autocast(CPU.type, autocast) if autocast else nullcontext():
-                outputs = (forward or self.model)(**given, use_cache=False)
-            if trains:
-                outputs.loss.backward()
-        return outputs
+    Args:
+        forward: The copy, or what is called instead.
+        given: Arguments.
+        listeners: Context managers.
+        mode: That of the copy's fake tensors; None on the meta device.
+        grad: Whether the forward keeps what a backward needs.
+        autocast: Dtype of autocast in the forward; None without.
+        trains: Whether the backward of the outputs' loss runs, too.
+    """
+    with ExitStack() as inside:
+        inside.enter_context(mode or torch.device("meta"))
+        inside.enter_context(torch.set_grad_enabled(grad or trains))
+        for listener in listeners:
+            inside.enter_context(listener)
+        with torch.autocast(CPU.type, autocast) if autocast else nullcontext():
+            outputs = forward(**given, use_cache=False)
+        if trains:
+            outputs.loss.backward()
+    return outputs
 
 
 def row_of(*names: str) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
 from hf_flexseq.hf.model.patches import Patch
-from hf_flexseq.hf.model.rehearsal import FAULTS, Rehearsal, class_copy, row_of, take_users_modules
+from hf_flexseq.hf.model.rehearsal import FAULTS, class_copy, rehearse, row_of, take_users_modules
 from hf_flexseq.hf.model.towers import tower_parameters
 from hf_flexseq.plan.images import MODALITIES, frames_of_parts
 from hf_flexseq.steps.feature_form import OF_LAYERS, FeatureForm, GivenFeatures
@@ -253,7 +253,7 @@ def _run(tried: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Run the forward of an empty model on a short sequence."""
     taken = inspect.signature(type(tried).forward).parameters
     types = [name for name in TYPES if name in taken]
-    Rehearsal(tried).run({**row_of("input_ids", "position_ids", *types), **given})
+    rehearse(tried, {**row_of("input_ids", "position_ids", *types), **given})
 
 
 # ---- whether frames are independent

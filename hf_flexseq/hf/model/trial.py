@@ -46,10 +46,10 @@ from hf_flexseq.hf.model.recurrent import (
 from hf_flexseq.hf.model.rehearsal import (
     FAULTS,
     TOKENS,
-    Rehearsal,
     class_copy,
     in_one_line,
     once_for_equal_models,
+    rehearse,
     row_of,
     take_users_modules,
 )
@@ -206,7 +206,7 @@ def _run(
         # reads the mask's numbers for recurrent layers, so these are on the CPU.
         given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.int64, device="cpu")
         listeners = (attach_recurrent(tried), without_liger(), _Counting(tried, seen))
-        Rehearsal(tried).run(given, *listeners)
+        rehearse(tried, given, *listeners)
     except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
     except FAULTS as error:  # The meta model itself may be at fault, while the model is fine.
