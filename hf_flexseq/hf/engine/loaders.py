@@ -173,29 +173,3 @@ def without_repeats(dataloader: Any, but_in: torch.Tensor | None = None) -> Iter
             dataset.last_round = but_in
             changed.callback(setattr, dataset, "__class__", IterableDatasetShard)
         yield
-
-
-class LoaderSettings:
-    """Changes how an accelerator prepares dataloaders, and restores the former setting."""
-
-    __slots__ = ("_configuration", "_former")
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._configuration = accelerator.dataloader_config
-        self._former: list[bool | None] = []  # to be restored, while it is changed
-        self.change()
-
-    def change(self) -> None:
-        """Let every rank draw: dispatching from rank 0 needs rows of equal length."""
-        if not self._former:
-            self._former.append(self._configuration.dispatch_batches)
-            self._configuration.dispatch_batches = False
-
-    def restore(self) -> None:
-        """Restore the former setting."""
-        if self._former:
-            self._configuration.dispatch_batches = self._former.pop()
-
-    def keep(self) -> None:
-        """Make the change the setting that is restored."""
-        self._former = [self._configuration.dispatch_batches]

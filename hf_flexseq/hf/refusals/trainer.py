@@ -23,14 +23,15 @@ from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.loss_kinds import (
     FIGURES,
+    check_own_loss,
     has_own_loss,
     is_objective,
     is_on_samples,
     is_sft,
+    own_loss_of,
     reads_logits_of_all_tokens,
     unsuitable_distillation,
 )
-from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
 from hf_flexseq.hf.model.quantized_layers import outlier_threshold
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,

@@ -215,7 +215,7 @@ class PipelineEngine(FlexSeqEngine):
             )
             attached.callback(self._pipeline.detach)
             self._undone_by_detach = attached.pop_all()
-        self._loader_settings.change()
+        self._let_every_rank_draw()
 
     def _detach_model(self) -> None:
         """Undo `_attach`. The model stays cut."""
