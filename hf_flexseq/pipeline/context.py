@@ -7,7 +7,7 @@ A chunk's row is [the part of a cut sequence | whole sequences], either of which
     ChunkLayout     what these depend on: chunks of one layout share them
     LayerChunk      its attention in one layer
     CutZone         the part of a cut sequence, which also reads the carry
-    LocalZone       the whole sequences, as in a group of one rank
+    CallsZone       the whole sequences, as in a group of one rank
 
 Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of tokens for heads.
 """
@@ -31,9 +31,9 @@ from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan import Group
 from hf_flexseq.plan.shard import Zone
 from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.calls import whole_zone
 from hf_flexseq.program.compile import Parts
 from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape, Value
-from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import ZoneSteps
@@ -190,7 +190,7 @@ def _rank_zones(
     shared = shared_chunk(layout.tokens, zones, sharing)
     start, stop = sharing.part(layout.tokens)
     if start == stop:
-        return (shared, LocalZone(slice(0, 1), (1,), tables))
+        return (shared, whole_zone(slice(0, 1), (1,), tables))
     return (shared,)
 
 
@@ -229,7 +229,7 @@ def _zones(layout: ChunkLayout, tables: Tables, reach: Reach) -> list[ZoneAttent
         zones.append(CutZone(layout.cut))
     if layout.whole:
         rows = slice(layout.cut, layout.tokens)
-        zones.append(LocalZone(rows, layout.whole, tables, reach=reach))
+        zones.append(whole_zone(rows, layout.whole, tables, reach=reach))
     return zones
 
 
