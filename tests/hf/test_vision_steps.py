@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.cost.tower import TowerCost, TowerShape
 from hf_flexseq.hf.engine.cost_source import CostSource
-from hf_flexseq.hf.engine.model_images import ModelImages
+from hf_flexseq.hf.engine.whole_model import ModelImages
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.source_row import source_row

@@ -10,10 +10,10 @@ For prompt tuning and P-tuning PEFT's own forward embeds a batch and puts n trai
 *virtual tokens*, in front of each row. In a planned call
 
 1. placeholders stand for virtual tokens already (`steps/virtual_tokens.py`), so PEFT's model is to
-call the model inside with the tokens that it is given, as it does for LoRA. It asks the active
-adapter's configuration, which says so during the call. 2. PEFT's prompt encoder makes the
-embeddings of all n virtual tokens, and they replace those of    the placeholders as soon as these
-are embedded.
+   call the model inside with the tokens that it is given, as it does for LoRA. It asks the active
+   adapter's configuration, which says so during the call.
+2. PEFT's prompt encoder makes the embeddings of all n virtual tokens, and they replace those of
+   the placeholders as soon as these are embedded.
 
 Every rank runs the encoder in every micro-batch, so that DDP, FSDP and ZeRO find the gradients
 that they reduce: those of a rank without virtual tokens are 0.

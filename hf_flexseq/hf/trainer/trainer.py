@@ -19,7 +19,7 @@
 * `log`, `_maybe_log_save_evaluate`, `_finalize_training`: figures of the steps, and the loss of
   all ranks.
 * `_load_from_checkpoint` and others: checkpoints of models that are sharded when they are loaded
-  (`sharded_checkpoints.py`).
+  (`checkpoint_forms.py`).
 
 With `pipeline_parallel_size` above 1 the trainer's class becomes a subclass, which the registry
 names (`base/registry.py`).
@@ -63,9 +63,9 @@ from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.refusals.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
+from hf_flexseq.hf.trainer.checkpoint_forms import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.resume import Factors, Resumed, check_factors, choose_checkpoint
 from hf_flexseq.hf.trainer.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.trainer.sharded_checkpoints import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.step_memory import StepMemory
 from hf_flexseq.hf.trainer.trainer_log import TrainerLog
 from hf_flexseq.hf.trainer.training_data import TrainingData, flexseq_collator, padded_collator
