@@ -85,7 +85,7 @@ class ModelPlanning:
             setup.accelerator,
             communicator.topology,
             save_attention_output=args.save_attention_output,
-            as_set=layers.as_set.in_front(),
+            as_set=layers.as_set,
             host_bytes=host_memory_bytes,
         )
         cost = costs.find(subject)

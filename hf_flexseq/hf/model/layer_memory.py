@@ -20,10 +20,9 @@ function as long as a model is attached, since its owner may replace it at any t
 that is on makes the Trainer think that the user has asked for checkpointing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,56 +33,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention.remat import KeptAttention
 from hf_flexseq.hf.model.checkpointing import CHECKPOINT, FLAG, FUNCTION, offloads, options_of
 from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.memory.store import HostStore, HostTensor
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.users_code import users_forward_hooks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AsSet:
-    """What the user has set for the run, which may be every second layer; a `MemoryChoice` names
-    the first layers alone."""
-
-    checkpointed: tuple[bool, ...]
-    """By layer."""
-    offload: bool
-    """True if inputs and attention's results of checkpointed layers are on the host."""
-    save_attention_output: bool
-    """True if the results of attention are kept at all."""
-
-    @property
-    def uses_host(self) -> bool:
-        """True if anything is on the host."""
-        return self.offload
-
-    def recomputes(self, layer: int) -> bool:
-        """Return True if this layer runs again in the backward."""
-        return self.checkpointed[layer]
-
-    def input_on_host(self, layer: int) -> bool:
-        """Return True if the input of this layer is on the host."""
-        return self.checkpointed[layer] and self.offload
-
-    def output_on_host(self, layer: int) -> bool:
-        """Return True if the output of this layer's attention is on the host."""
-        return self.input_on_host(layer) and self.save_attention_output
-
-    def recomputes_output(self, layer: int) -> bool:
-        """Return True if this layer's attention runs again in the backward."""
-        return self.checkpointed[layer] and not self.save_attention_output
-
-    def in_front(self) -> MemoryChoice:
-        """Return the choice with as many checkpointed layers, which are the first ones."""
-        count = sum(self.checkpointed)
-        on_host = count if self.offload else 0
-        return MemoryChoice(
-            recomputed_layers=count,
-            inputs_on_host=on_host,
-            outputs_on_host=on_host if self.save_attention_output else 0,
-            outputs_recomputed=0 if self.save_attention_output else count,
-        )
 
 
 class LayerMemory:
@@ -120,13 +75,23 @@ class LayerMemory:
     # ---- what the user has set
 
     @property
-    def as_set(self) -> AsSet:
-        """What the user has set for the run, as it is now."""
-        return AsSet(
-            checkpointed=tuple(bool(getattr(layer, FLAG)) for layer in self.layers),
-            offload=any(offloads(layer) for layer in self.layers),
-            save_attention_output=self._save_attention_output,
+    def as_set(self) -> MemoryChoice:
+        """What the user has set for the run, as it is now: the choice with as many checkpointed
+        layers, which may be every second one (`_places`)."""
+        count = sum(map(_is_checkpointed, self.layers))
+        on_host = count if any(map(offloads, self.layers)) else 0
+        return MemoryChoice(
+            recomputed_layers=count,
+            inputs_on_host=on_host,
+            outputs_on_host=on_host if self._save_attention_output else 0,
+            outputs_recomputed=0 if self._save_attention_output else count,
         )
+
+    def _places(self) -> list[int]:
+        """Return the place of each layer where the checkpointed ones come first."""
+        numbers = range(len(self.layers))
+        in_order = sorted(numbers, key=lambda number: not _is_checkpointed(self.layers[number]))
+        return [in_order.index(number) for number in numbers]
 
     # ---- calls of the decoder
 
@@ -154,21 +119,31 @@ class LayerMemory:
         context = kwargs.get("seq_ctx")
         if not isinstance(context, SequenceContext):
             return
-        choices: MemoryChoice | AsSet | None = context.memory
-        if choices is None:
-            choices = self.as_set
-            if not choices.offload:
+        choice: MemoryChoice | None = context.memory
+        places: Sequence[int] = range(len(self.layers))
+        if choice is None:
+            choice, places = self.as_set, self._places()
+            if not choice.uses_host:
                 return
         else:
             assert self.reason_without_choices is None, "a plan chooses for layers that cannot"
-        if choices.uses_host and self.store is None:
+        if choice.uses_host and self.store is None:
             self.store = self._make_store()
-        call = _DecoderCall(choices, context, self.store)
+        before: _LayerCall | None = None
         for number, layer in enumerate(self.layers):
+            call = _LayerCall(
+                number=number,
+                place=places[number],
+                choice=choice,
+                options=options_of(layer),
+                kept=context.kept,
+                store=self.store if choice.uses_host else None,
+                is_behind_host=before is not None and before.is_on_host,
+            )
             # Where the host has a part, it is told of every layer that begins.
-            flag = choices.recomputes(number) or choices.uses_host
-            function = partial(call.run, number, options_of(layer))
-            self._told.enter_context(Patch(layer, **{FLAG: flag, FUNCTION: function}))
+            flag = choice.recomputes(call.place) or choice.uses_host
+            self._told.enter_context(Patch(layer, **{FLAG: flag, FUNCTION: call.run}))
+            before = call
 
     def _end(self, decoder: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         """End a call, whatever has become of it."""
@@ -177,62 +152,64 @@ class LayerMemory:
             self.store.settle()
 
 
-class _DecoderCall:
-    """One call of a decoder under a choice."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerCall:
+    """One call of a layer under a choice."""
 
-    def __init__(
-        self, choices: MemoryChoice | AsSet, context: SequenceContext, store: HostStore | None
-    ) -> None:
-        self._choices = choices
-        self._kept = context.kept
-        self._store = store if choices.uses_host else None
+    number: int
+    place: int
+    """Where the layer stands for the choice."""
+    choice: MemoryChoice
+    options: dict[str, Any]
+    """Of torch's checkpoint."""
+    kept: KeptAttention | None
+    store: HostStore | None
+    """None for a choice that does not use the host."""
+    is_behind_host: bool
+    """True if the layer before has something on the host."""
 
-    def run(
-        self, layer: int, options: dict[str, Any], function: Callable[..., Any], *args: Any
-    ) -> Any:
-        """Run the forward of a layer on its positional arguments. options: for torch's
-        checkpoint."""
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run the forward of the layer on its positional arguments."""
         if not torch.is_grad_enabled():
             return function(*args)
-        if self._store is not None:
-            self._store.begin_layer()
-        if not self._choices.recomputes(layer):
+        if self.store is not None:
+            self.store.begin_layer()
+        if not self.choice.recomputes(self.place):
             outputs = function(*args)
         else:
-            with self._of_attention(layer), self._of_input(layer, args):
-                outputs = checkpoint(function, *args, **options)
-        if self._store is not None and self._is_first_without_host(layer):
-            self._store.come_ahead(outputs[0] if isinstance(outputs, tuple) else outputs)
+            with self._of_attention(), self._of_input(args):
+                outputs = checkpoint(function, *args, **self.options)
+        if self.store is not None and self.is_behind_host and not self.is_on_host:
+            self.store.come_ahead(outputs[0] if isinstance(outputs, tuple) else outputs)
         return outputs
 
-    def _is_first_without_host(self, layer: int) -> bool:
-        """Tell whether a layer has nothing on the host, and the one before it has."""
-        return layer > 0 and self._on_host(layer - 1) and not self._on_host(layer)
+    @property
+    def is_on_host(self) -> bool:
+        """True if the layer has something on the host."""
+        choice, place = self.choice, self.place
+        return choice.input_on_host(place) or choice.output_on_host(place)
 
-    def _on_host(self, layer: int) -> bool:
-        return self._choices.input_on_host(layer) or self._choices.output_on_host(layer)
-
-    def _of_attention(self, layer: int) -> AbstractContextManager[None]:
+    def _of_attention(self) -> AbstractContextManager[None]:
         """Say where the results of attention wait for the replay."""
-        if self._kept is None:
+        if self.kept is None:
             return nullcontext()
-        return self._kept.of_layer(
-            keeps=not self._choices.recomputes_output(layer),
-            host=self._store if self._choices.output_on_host(layer) else None,
+        return self.kept.of_layer(
+            keeps=not self.choice.recomputes_output(self.place),
+            host=self.store if self.choice.output_on_host(self.place) else None,
         )
 
-    def _of_input(self, layer: int, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    def _of_input(self, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
         """Bring the hidden states to the host that the layer is given. Raises NotImplementedError
         where they are not its first positional argument."""
-        if not self._choices.input_on_host(layer):
+        if not self.choice.input_on_host(self.place):
             return nullcontext()
-        assert self._store is not None, "a choice that uses the host has a store"
+        assert self.store is not None, "a choice that uses the host has a store"
         if not args or not isinstance(args[0], torch.Tensor):
             raise NotImplementedError(
-                f"layer {layer} is not given hidden states first, so that its input cannot be on "
-                "the host: set activation_memory='as_set', without offload"
+                f"layer {self.number} is not given hidden states first, so that its input cannot "
+                "be on the host: set activation_memory='as_set', without offload"
             )
-        return _OnHost(args[0], self._store)
+        return _OnHost(args[0], self.store)
 
 
 class _OnHost(saved_tensors_hooks):
@@ -260,6 +237,10 @@ def _is_same(saved: torch.Tensor, given: torch.Tensor) -> bool:
 
 def _unpack(packed: torch.Tensor | HostTensor) -> torch.Tensor:
     return packed.take() if isinstance(packed, HostTensor) else packed
+
+
+def _is_checkpointed(layer: nn.Module) -> bool:
+    return bool(getattr(layer, FLAG))
 
 
 # ---- which models
