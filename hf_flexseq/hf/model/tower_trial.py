@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
 from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.rehearsal import FAULTS, class_copy, rehearse, row_of, take_users_modules
-from hf_flexseq.hf.model.towers import tower_parameters
+from hf_flexseq.hf.model.towers import placeholder_of, tower_parameters
 from hf_flexseq.plan.images import MODALITIES, frames_of_parts
 from hf_flexseq.steps.feature_form import OF_LAYERS, FeatureForm, GivenFeatures
 from hf_flexseq.steps.image_parts import Tensors, grid_of, parts_of_video, values_of_video
@@ -83,27 +83,19 @@ def try_features(base: PreTrainedModel) -> list[Modality]:
     inner = base.base_model
     if FEATURES not in inspect.signature(inner.forward).parameters:
         reason = f"{name} does not take {FEATURES}"
-        reads_images = any(_placeholder(base.config, modality) for modality in MODALITIES)
+        reads_images = any(placeholder_of(base.config, modality) for modality in MODALITIES)
         if reads_images and is_older("transformers", IMAGES_FROM):
             reason += f"; {needs('transformers', IMAGES_FROM)}"
         raise UnsupportedImages(reason)
     asked = {}
     for modality in MODALITIES:
-        placeholder = _placeholder(base.config, modality)
+        placeholder = placeholder_of(base.config, modality)
         if hasattr(inner, f"get_{modality}_features") and placeholder is not None:
             asked[modality] = placeholder
     if not asked:
         raise UnsupportedImages(f"{name} has no method for features of images, or no token")
     tried = class_copy(base, attention="eager")
     return [_try(tried, modality, placeholder) for modality, placeholder in asked.items()]
-
-
-def _placeholder(config: Any, modality: str) -> int | None:
-    for option in (f"{modality}_token_id", f"{modality}_token_index"):
-        token: int | None = getattr(config, option, None)
-        if token is not None:
-            return token
-    return None
 
 
 def _try(tried: PreTrainedModel, modality: str, placeholder: int) -> Modality:

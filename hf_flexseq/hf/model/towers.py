@@ -107,7 +107,10 @@ def tower_shape(model: nn.Module) -> TowerShape | None:
     parameters = tower_parameters(model)
     config: Any = getattr(model, "config", None)
     vision = getattr(config, "vision_config", None)
-    has_tower = bool(parameters) if vision is not None else _has_token_of_images(config)
+    if vision is not None:
+        has_tower = bool(parameters)
+    else:  # the tower may have no configuration of its own, or be a part of the text model
+        has_tower = config is not None and placeholder_of(config, "image") is not None
     if not has_tower:
         return None
     sizes = {}
@@ -124,12 +127,6 @@ def tower_shape(model: nn.Module) -> TowerShape | None:
         row_numbers=streams * config.get_text_config().hidden_size,
         is_trained=any(parameter.requires_grad for parameter in parameters),
     )
-
-
-def _has_token_of_images(config: Any) -> bool:
-    """Tell if a token stands for parts of images, as in models whose tower has no configuration of
-    its own, or is a part of the text model."""
-    return config is not None and any(name.startswith("image") for name in placeholders_of(config))
 
 
 def attention_of_tower(config: Any) -> str | None:
@@ -225,6 +222,12 @@ def placeholders_of(config: PreTrainedConfig) -> dict[str, int]:
     """Return the tokens that stand for parts of images, video or audio, by option."""
     tokens = {option: getattr(config, option, None) for option in _PLACEHOLDERS}
     return {option: token for option, token in tokens.items() if token is not None}
+
+
+def placeholder_of(config: PreTrainedConfig, modality: str) -> int | None:
+    """Return the token that stands for parts of one modality; None without one."""
+    tokens = placeholders_of(config).items()
+    return next((token for option, token in tokens if option.startswith(modality)), None)
 
 
 def _other_than_text(
