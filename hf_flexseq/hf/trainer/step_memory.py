@@ -19,7 +19,7 @@ what losses have counted would have to be put back.
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,9 @@ class StepMemory:
         self._engine = engine
         self._lowers = False
         self._has_lowered = False  # since the last start
-        self._numbers: TrainerNumbers
-        """As they were when training began; from `lowering` on."""
+        self._restore_numbers: Callable[[], None]
+        """Gives the trainer its numbers back as they were when training began; from `lowering`
+        on."""
         self.saved: str | None = None
         """The checkpoint that this training has saved last, to be resumed from."""
 
@@ -64,7 +65,7 @@ class StepMemory:
         args = self._trainer.args
         self._lowers = args.auto_find_batch_size
         self.saved = None
-        self._numbers = TrainerNumbers(self._trainer)
+        self._restore_numbers = _restoring_numbers(self._trainer)
         with Patch(args, auto_find_batch_size=False):
             yield
 
@@ -143,7 +144,7 @@ class StepMemory:
         # Autograd keeps the graph of a backward that has failed until the next one.
         torch.zeros((), requires_grad=True).mul(1).backward()
         clear_device_cache(garbage_collection=True)  # errors and frames refer to each other
-        self._numbers.restore()  # such as TRL's sums, which have a part of the failed step
+        self._restore_numbers()  # such as TRL's sums, which have a part of the failed step
         folder = self.saved or resumed
         logger.warning("training starts again, from %s", folder or "step 0")
         return folder
@@ -174,19 +175,15 @@ def _recorded(path: Path) -> int | None:
     return cap
 
 
-class TrainerNumbers:
-    """Numbers among a trainer's attributes, and TRL's metrics, as they are now."""
+def _restoring_numbers(trainer: Any) -> Callable[[], None]:
+    """Return what gives a trainer, which may be one of TRL's, its numbers and metrics back as they
+    are now."""
+    numbers = {n: one for n, one in vars(trainer).items() if isinstance(one, int | float)}
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Any = trainer  # one of TRL's has more than a Trainer
-        self._numbers = {}
-        for name, value in vars(trainer).items():
-            if isinstance(value, int | float):
-                self._numbers[name] = value
-        self._metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
+    def restore() -> None:
+        vars(trainer).update(numbers)
+        if metrics is not None:
+            trainer._metrics = copy.deepcopy(metrics)
 
-    def restore(self) -> None:
-        """Give the trainer these values back."""
-        vars(self._trainer).update(self._numbers)
-        if self._metrics is not None:
-            self._trainer._metrics = copy.deepcopy(self._metrics)
+    return restore
