@@ -29,6 +29,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.versions import warn_untested
 from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel
@@ -47,7 +48,6 @@ from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.loss_kinds import check_own_loss
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.shared_prefixes import OFF
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.kernels import Kernel

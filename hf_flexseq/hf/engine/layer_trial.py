@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.remat import KeptAttention, Region
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.activations import Activations, LayerBytes
 from hf_flexseq.cost.layer_bytes import with_uneven_experts
@@ -36,7 +37,6 @@ from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.mlp_trial import holds_experts
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.rehearsal import (
     CPU,

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 from transformers.trainer_utils import has_length
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.model.patches import Patch
 
 NO_LENGTH = -1  # of a stream, among lengths of loaders
 

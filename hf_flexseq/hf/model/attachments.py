@@ -36,6 +36,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.adapters import attach_prompt, term_of_step, virtual_tokens_of
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.call_count import counted_calls
@@ -47,7 +48,6 @@ from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.liger import liger_kernels
 from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
 from hf_flexseq.hf.model.noise import attach_noise
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Trainer
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.versions import (
     OFFLOAD_FROM,
     checkpointing_name,
@@ -31,7 +32,6 @@ from hf_flexseq.base.versions import (
     is_older,
     needs,
 )
-from hf_flexseq.hf.model.patches import Patch
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from accelerate.utils import (
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.mlp_trial import takes_one_tensor, text_layers
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.quantized_layers import is_quantized
 from hf_flexseq.hf.model.tiles import find_mlps
 

@@ -33,13 +33,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.versions import SPREAD_ADAPTERS_FROM, is_older, needs
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.reduction import averaged_gradients, local
 from hf_flexseq.distributed.transport import RankGroup
 from hf_flexseq.hf.model.experts import ADAPTED, adapted_experts, is_spread
 from hf_flexseq.hf.model.facts import EXPERT_GROUP
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.sharding import expert_group_size
 
 _ADDED_TO = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

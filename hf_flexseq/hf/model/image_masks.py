@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.patches import Patch
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.trial import WHOLE, Trial, try_types
 from hf_flexseq.plan.blocks import Range

@@ -34,8 +34,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.remat import KeptAttention
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.checkpointing import CHECKPOINT, FLAG, FUNCTION, offloads, options_of
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.memory.store import HostStore, HostTensor
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.users_code import users_forward_hooks

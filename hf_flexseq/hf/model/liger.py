@@ -25,8 +25,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.mlp_trial import holds_experts
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.sharding import unsharded_class
 
 logger = logging.getLogger(__name__)

@@ -45,9 +45,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.head_trial import try_head
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.sharding import is_tensor_parallel, unsharded_class
 from hf_flexseq.kernels.chunked_loss import (
     choose_backend,

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.facts import is_classifier
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.trial import Count
 from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS

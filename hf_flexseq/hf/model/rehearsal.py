@@ -51,8 +51,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import deepspeed
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.noise import dropout_held_by
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.towers import attention_of_text

@@ -37,11 +37,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention.remat import checkpointed_region
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.hf.model.facts import elements
 from hf_flexseq.hf.model.mlp_trial import Place, UnknownMlps, text_layers, token_wise_places
 from hf_flexseq.hf.model.noise import noise_of_module
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.memory.tiles import TokenWise, in_tiles
 from hf_flexseq.plan import Plan

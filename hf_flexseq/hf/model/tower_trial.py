@@ -34,8 +34,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.versions import IMAGES_FROM, is_older, needs
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.model.rehearsal import FAULTS, class_copy, rehearse, row_of, take_users_modules
 from hf_flexseq.hf.model.towers import placeholder_of, tower_parameters
 from hf_flexseq.plan.images import MODALITIES, frames_of_parts

@@ -29,10 +29,10 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.checkpoints.manifest import begin, finish, flush_files, is_torn
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.model.patches import Patch
 
 logger = logging.getLogger(__name__)
 

@@ -29,12 +29,12 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.checkpoints.files import write_json
 from hf_flexseq.checkpoints.manifest import read_object
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.out_of_memory import CAP, RanOut, add_note, is_out_of_memory
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 
 logger = logging.getLogger(__name__)

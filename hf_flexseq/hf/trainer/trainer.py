@@ -41,6 +41,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_flexseq.base.constructor import arguments_by_name, with_argument
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.config import FlexSeqArguments, arguments_on
@@ -58,7 +59,6 @@ from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.compiled_regions import leave_others_uncompiled
 from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss_kinds import has_own_loss, is_objective, is_on_samples
-from hf_flexseq.hf.model.patches import Patch
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.refusals.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from hf_flexseq.hf.model.patches import Patch
+from hf_flexseq.base.patches import Patch
 
 
 class Layer:
