@@ -172,8 +172,8 @@ class _OtherForward:
         functools.update_wrapper(self, self.own)  # for callers that inspect its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands instead of the forward."""
-        raise NotImplementedError
+        """Call the module's own forward."""
+        return self.own(*args, **kwargs)
 
 
 # ---- 1. longrope
