@@ -58,7 +58,7 @@ GROUPS = {
     "attention/uploads",
     "exchange": "steps/exchange steps/token_words distributed/all_to_all",
     "merges": "kernels/merge kernels/fused_operations",
-    "reduction": "hf/engine/reduction hf/engine/gradients distributed/reduction "
+    "reduction": "hf/engine/reduction hf/engine/finished_steps distributed/reduction "
     "pipeline/reduction",
     "loss": "kernels/chunked_loss kernels/token_outputs hf/model/loss hf/losses/step_loss "
     "hf/losses/next_token hf/losses/known_weights hf/losses/token_means steps/loss_masks "

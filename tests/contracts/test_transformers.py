@@ -147,10 +147,10 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         ),
         (AllToAllEP.__call__, ["_dispatch_tokens(", "experts_forward(", "_combine_tokens("]),
         (AllToAllEP._combine_tokens, ["all_to_all_single_autograd("]),
-        # hf/trainer/sharded_checkpoints.py sets the one, and replaces the other
+        # hf/trainer/checkpoint_forms.py sets the one, and replaces the other
         (Trainer.__init__, ["not args.save_only_model", "callback_handler.on_init_end("]),
         (Trainer._save_checkpoint, ["if not self.args.save_only_model:", "_save_optimizer_and"]),
-        # hf/trainer/weights.py reads in another way than this, and into a model on the same meshes
+        # checkpoint_forms.py there reads in another way, and into a model on the same meshes
         (Trainer._load_from_checkpoint, ["load_state_dict(state_dict, False)"]),
         (PreTrainedModel.from_pretrained, ["cls.prepare_distribute_model("]),
         (PreTrainedModel.maybe_distribute_model, ["model._mesh_manager = mesh_manager"]),
@@ -176,7 +176,7 @@ def test_names_that_are_read():
 
 
 def test_experts_can_be_put_over_ranks():
-    # hf/trainer/weights.py, hf/model/sharding_kind.py; older versions do not dispatch tokens
+    # hf/trainer/checkpoint_forms.py, hf/model/sharding.py; older versions do not dispatch tokens
     pytest.importorskip("transformers.distributed.expert_parallel")
     names = {field.name for field in fields(DistributedConfig)}
     assert {"ep_size", "ep_plan", "ep_implementation"} <= names

@@ -25,8 +25,8 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from hf_flexseq.hf.engine import engine_setup
-from hf_flexseq.hf.model.calls import read_call
+from hf_flexseq.hf.engine import engine as engine_module
+from hf_flexseq.hf.model.attention import read_call
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model
@@ -266,13 +266,13 @@ def test_a_cost_model_that_does_not_parse(tmp_path):
 
 
 def test_a_trainer_gives_its_timeout_and_its_device_to_the_transport(tmp_path, monkeypatch):
-    asked, connect = [], engine_setup.connect
+    asked, connect = [], engine_module.connect
 
     def asking(device, *, timeout):
         asked.append((device.type, timeout))
         return connect(device, timeout=timeout)
 
-    monkeypatch.setattr(engine_setup, "connect", asking)
+    monkeypatch.setattr(engine_module, "connect", asking)
     make_trainer(tmp_path, ddp_timeout=7200)
     assert asked == [("cpu", timedelta(seconds=7200))]
 

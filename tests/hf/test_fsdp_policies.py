@@ -22,7 +22,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpFigures, FsdpPolicy
 from hf_flexseq.hf.engine.sharding import FsdpPolicies, parameter_groups
 from hf_flexseq.hf.model.facts import gathered_itemsize, trained_elements
-from hf_flexseq.hf.model.sharding_kind import is_fsdp2, replicas
+from hf_flexseq.hf.model.sharding import is_fsdp2, replicas
 from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
 from tests.hf.tiny import (
     RandomPlanEngine,

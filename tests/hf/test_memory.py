@@ -336,21 +336,19 @@ def test_a_hook_on_one_rank_alone_is_a_reason_on_all():
 def test_what_the_user_has_set_is_a_choice_of_as_many_first_layers(saves):
     model = deep_llama()
     layers = LayerMemory(model, save_attention_output=saves, make_store=HostStore)
-    assert layers.as_set.in_front() == MemoryChoice()
+    assert layers.as_set == MemoryChoice()
     model.gradient_checkpointing_enable()
     again = 0 if saves else LAYERS
-    assert layers.as_set.in_front() == MemoryChoice(
-        recomputed_layers=LAYERS, outputs_recomputed=again
-    )
+    assert layers.as_set == MemoryChoice(recomputed_layers=LAYERS, outputs_recomputed=again)
     model.gradient_checkpointing_enable(offload=True)
-    assert layers.as_set.in_front() == MemoryChoice(
+    assert layers.as_set == MemoryChoice(
         recomputed_layers=LAYERS,
         inputs_on_host=LAYERS,
         outputs_on_host=LAYERS - again,
         outputs_recomputed=again,
     )
     model.gradient_checkpointing_enable(every_n_layers=2)
-    assert layers.as_set.in_front().recomputed_layers == -(-LAYERS // 2)
+    assert layers.as_set.recomputed_layers == -(-LAYERS // 2)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqEngine
-from hf_flexseq.hf.model.prompts import unsuitable_prompt
+from hf_flexseq.hf.model.adapters import unsuitable_prompt
 from hf_flexseq.steps.embedding_noise import SIZES, NoiseColumns
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.virtual_tokens import NUMBERS, real_tokens, with_virtual_tokens
