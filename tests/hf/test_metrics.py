@@ -18,7 +18,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.test_trainer import logged, loss_of_targets, padded
+from tests.hf.test_trainer import float64_loss, logged, padded
 from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama
 from tests.hf.trainers import trainer_of
 from tests.ranks import run_cases
@@ -412,6 +412,6 @@ def test_what_metrics_cannot_have(tmp_path):
     with refused("even_batches=False"):
         make(True, tmp_path, **given, accelerator_config={"even_batches": False})
     model = tiny_llama()
-    model.loss_function = loss_of_targets
+    model.loss_function = float64_loss
     with refused("include_for_metrics=.*the loss of LlamaForCausalLM"):
         make(True, tmp_path, **given, model=model, include_for_metrics=["loss"])

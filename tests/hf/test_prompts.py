@@ -18,7 +18,6 @@ from peft import (
 )
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from trl import SFTTrainer
@@ -31,7 +30,7 @@ from hf_flexseq.steps.virtual_tokens import NUMBERS, real_tokens, with_virtual_t
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import both
 from tests.hf.test_exactness import LENGTHS, own_batches, whole
-from tests.hf.test_trainer import padded
+from tests.hf.test_trainer import float64_loss, padded
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,
@@ -61,15 +60,6 @@ def make_model(kind, count, **options):
         for parameter in model.prompt_encoder.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
     return model
-
-
-def float64_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
-    """transformers' causal loss without its cast to float32."""
-    targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    if num_items_in_batch is None:
-        num_items_in_batch = (targets != -100).sum()
-    return total / num_items_in_batch
 
 
 def whole_documents(lengths):

@@ -22,7 +22,7 @@ from hf_flexseq.steps.users_code import (
 from tests.differential.case import sft_trainer
 from tests.hf.test_overrides import make
 from tests.hf.test_own_losses import Focal, figures_of
-from tests.hf.test_trainer import dataset, logged, loss_of_targets, mean_or_sum, padded
+from tests.hf.test_trainer import dataset, float64_loss, logged, padded
 from tests.hf.tiny import VOCAB, refused, tiny_llama
 from tests.hf.trainers import assert_logged_alike, trained, weights_apart
 from tests.ranks import run_cases
@@ -162,7 +162,7 @@ def hooked():
 def hooked_with_own_loss():
     """Under a hook on its head a model keeps its own loss, with logits."""
     model = hooked()
-    model.loss_function = loss_of_targets
+    model.loss_function = float64_loss
     return model
 
 
@@ -193,7 +193,7 @@ def test_users_code_trains_as_under_the_plain_trainer(tmp_path, base, model, rel
     for how in ("stock", "mixin"):
         own = model()
         if how == "stock" and not issubclass(base, Focal):
-            own.loss_function = mean_or_sum
+            own.loss_function = float64_loss
         trainer = make(base, tmp_path, how=how, model=own, eval_strategy="no")
         runs.append(trained(trainer))
     assert weights_apart(*runs) < 1e-8
@@ -300,7 +300,7 @@ def test_losses_of_the_users_on_the_sft_trainer(tmp_path, base, settings):
     for flexseq in (None, {"max_tokens_per_rank": 64}):
         model = tiny_llama()
         if flexseq is None:
-            model.loss_function = mean_or_sum
+            model.loss_function = float64_loss
         trainer = sft_trainer(base, tmp_path, 4, flexseq=flexseq, model=model, **settings)
         runs.append(trained(trainer))
     assert weights_apart(*runs) < 2e-6

@@ -8,7 +8,6 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from torch.nn import functional as F
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -91,25 +90,6 @@ MODELS = {
     # windows, sinks and a mixture of experts
     "gpt_oss": (partial(made, "GptOss", sliding_window=8, **_EXPERTS), 0.5),
 }
-
-
-def wide_loss(
-    logits,
-    labels,
-    vocab_size,
-    num_items_in_batch=None,
-    ignore_index=-100,
-    shift_labels=None,
-    **given,
-):
-    """transformers' causal loss without its cast to float32."""
-    targets = shift_labels
-    if targets is None:
-        targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    if num_items_in_batch is None:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return total / num_items_in_batch
 
 
 # ---- datasets of a causal language model
