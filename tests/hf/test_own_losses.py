@@ -294,13 +294,6 @@ class Twice(OnOtherTokens):
         return model(**inputs).loss + model(**inputs).loss
 
 
-class WithoutLabels(OwnLoss):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        logits = model(**inputs).logits
-        return F.cross_entropy(logits[0, :-1], labels[0, 1:])
-
-
 class FormerName(OwnLoss):
     flexseq_loss_at_home = True
 

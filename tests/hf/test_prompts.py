@@ -8,10 +8,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import (
-    CPTConfig,
-    MultitaskPromptTuningConfig,
     PeftModel,
-    PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
     get_peft_model,
@@ -236,18 +233,9 @@ def test_a_run_resumes_and_its_adapter_is_one_of_peft(tmp_path):
     assert list(load_file(folder / "adapter_model.safetensors")) == ["prompt_embeddings"]
 
 
-# ---- what is refused
+# ---- what is refused, besides the methods of `test_adapters.py`
 
 REFUSED = {
-    "PREFIX_TUNING of PEFT .its keys are in no sequence": PrefixTuningConfig(
-        num_virtual_tokens=4, **CAUSAL
-    ),
-    "MULTITASK_PROMPT_TUNING of PEFT .its virtual tokens depend on the task": (
-        MultitaskPromptTuningConfig(num_virtual_tokens=4, num_tasks=2, **CAUSAL)
-    ),
-    "CPT of PEFT .it weights the loss of tokens": CPTConfig(
-        cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], **CAUSAL
-    ),
     "P_TUNING of PEFT here .dropout=0.5 of its encoder": PromptEncoderConfig(
         num_virtual_tokens=4, encoder_hidden_size=8, encoder_dropout=0.5, **LSTM, **CAUSAL
     ),

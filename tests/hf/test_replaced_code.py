@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.steps.users_code import is_known, users_modules
+from tests.budget import others_nightly
 from tests.hf.objectives import Case, make_trainer, save_inputs
 from tests.hf.test_overrides import make
 from tests.hf.tiny import (
@@ -276,18 +277,12 @@ def test_code_that_is_there_when_the_first_step_begins(tmp_path, monkeypatch, na
         run(tmp_path, monkeypatch, put, event)
 
 
-@pytest.mark.parametrize(
-    "name", ["sdpa on the class", "shifted as a module", "mixing hook", "hook on gradients"]
-)
+BETWEEN = [name for name in CHANGES if CHANGES[name][2] is not None]
+TRIED = ("sdpa on the class", "shifted as a module", "mixing hook", "hook on gradients")
+
+
+@pytest.mark.parametrize("name", others_nightly(BETWEEN, tried=TRIED))
 def test_code_that_comes_between_two_steps(tmp_path, monkeypatch, name):
-    put, _, said = CHANGES[name]
-    with refused(said):
-        run(tmp_path, monkeypatch, put, "on_step_end")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in CHANGES if CHANGES[name][2] is not None])
-def test_all_code_that_comes_between_two_steps(tmp_path, monkeypatch, name):
     put, _, said = CHANGES[name]
     with refused(said):
         run(tmp_path, monkeypatch, put, "on_step_end")

@@ -17,10 +17,9 @@ from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
-from tests.budget import others_nightly
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
-from tests.hf.objectives import Case, assert_alike
+from tests.hf.objectives import Case
 from tests.hf.test_exactness import own_batches, whole
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
@@ -35,7 +34,6 @@ from tests.hf.tiny import (
 )
 from tests.hf.trainers import (
     assert_logged_alike,
-    difference,
     trained,
     trainer_of,
     weights_apart,
@@ -145,30 +143,6 @@ def test_a_router_loss_counts_a_shared_token_once_for_each_row(world_size):
         for worst, spares in by_rank:
             assert worst < 1e-10, case
             assert spares > 300, case
-
-
-def train_on_conversations(rank, world_size, folder, family, shared):
-    """Three steps of twelve rows. shared: None for the plain Trainer."""
-    settings = {"train_dataset": conversations(36), "batch": 12 // world_size}
-    settings["flexseq"] = shared and {"shared_prefixes": shared, "max_tokens_per_rank": 60}
-    with pytest.MonkeyPatch.context() as patch:
-        keep_float64(patch)
-        return trained(trainer_of(Trainer, folder, model=mixture(family), **settings))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", others_nightly([1, 2], tried=[2]))
-@pytest.mark.parametrize("family", others_nightly(FAMILIES, tried=["Qwen3Moe"]))
-def test_the_trainer_s_router_loss_is_that_of_the_rows(tmp_path, world_size, family):
-    """The plain Trainer has one batch on one rank: router losses are of a step."""
-    stock = train_on_conversations(0, 1, tmp_path, family, None)
-    cases = [(tmp_path, family, shared) for shared in ("off", "auto")]
-    by_rank = zip(*run_cases(train_on_conversations, world_size, cases, seconds=200), strict=True)
-    for apart, ours in by_rank:
-        assert spared(apart) == 0
-        assert spared(ours) > 200
-        assert difference(apart, ours).weights < 1e-10
-        assert_alike(difference(stock, ours), weights=objectives.FLOAT64_BOUND)
 
 
 # ---- trainers

@@ -170,7 +170,6 @@ def hooked_with_own_loss():
 @pytest.mark.parametrize(
     ("base", "model", "rel"),
     [
-        (Scales, tiny_llama, 1e-6),
         (PassesItems, tiny_llama, 1e-6),
         (changing_inputs(replaced_tokens), tiny_llama, 1e-6),
         (SkipsCounts, tiny_llama, 1e-6),
@@ -179,7 +178,6 @@ def hooked_with_own_loss():
         (changing_inputs(first_token_replaced), tiny_llama, 1e-6),
         (Means, tiny_llama, 1e-6),
         (Unscaled, tiny_llama, 1e-6),
-        (changing_loss(with_penalty), tiny_llama, 1e-6),
         (changing_loss(times_rows), tiny_llama, 1e-6),
         (changing_loss(with_ids), tiny_llama, 1e-6),
         (changing_loss(at_random), tiny_llama, 1e-6),
