@@ -297,7 +297,9 @@ def test_an_evaluation_refuses_it_too(tmp_path, monkeypatch, name):
         trainer.evaluate()
 
 
-@pytest.mark.parametrize("name", ["shifted on a module", "another configuration"])
+@pytest.mark.parametrize(
+    "name", ["shifted on a module", "another configuration", "mixing norm", "mixing hook"]
+)
 def test_a_preference_loss_refuses_it_too(tmp_path, monkeypatch, name):
     put, said, _ = CHANGES[name]
     save_inputs(tmp_path)

@@ -34,7 +34,6 @@ from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.trainer import saving, weights
-from hf_flexseq.hf.trainer.sharded_checkpoints import accepted_by_trainer
 from hf_flexseq.hf.trainer.weights import load_weights
 from tests.hf import experts
 from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
@@ -427,31 +426,6 @@ def constructed(rank, ranks, models, folder):
         stock.train()
         assert inspect(folder / "stock" / "checkpoint-1").problem is None
         assert (folder / "stock" / "checkpoint-1" / FOLDER / "index.json").is_file()
-
-
-@pytest.mark.parametrize("is_named", [True, False])
-def test_the_users_arguments_and_trls_own_keep_save_only_model(is_named):
-    """The constructor sees it set for a sharded model, given itself or to be loaded by TRL."""
-    init = {"distributed_config": EP2} if is_named else None
-    args, other = (SimpleNamespace(save_only_model=False, model_init_kwargs=init) for _ in "ab")
-    model = "a name" if is_named else SimpleNamespace(is_distributed_loading_by_transformers=True)
-    trainer = SimpleNamespace()
-    with accepted_by_trainer(trainer, {"model": model, "args": args}):
-        assert args.save_only_model
-        trainer.args = other
-        other.save_only_model = args.save_only_model
-    assert not args.save_only_model
-    assert not other.save_only_model
-    with (
-        pytest.raises(ValueError, match="refused"),
-        accepted_by_trainer(SimpleNamespace(), {"model": model, "args": args}),
-    ):
-        raise ValueError("refused")
-    assert not args.save_only_model
-    for unsharded in ("a name", SimpleNamespace()):
-        args.model_init_kwargs = None
-        with accepted_by_trainer(trainer, {"model": unsharded, "args": args}):
-            assert not args.save_only_model
 
 
 @pytest.mark.nightly

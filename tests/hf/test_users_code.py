@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from trl import SFTTrainer
@@ -473,28 +472,7 @@ def test_changed_labels_gradients_and_calls_are_refused(tmp_path, base, said):
     refuses_to_train(base, tmp_path, said)
 
 
-# ---- modules and hooks
-
-
-class Mixes(nn.Module):
-    """Adds the mean over the row to every token."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x) + x.mean(dim=1, keepdim=True)
-
-
-def mixing():
-    model = tiny_llama()
-    model.model.layers[0].mlp = Mixes(model.model.layers[0].mlp)
-    return model
-
-
-def rolled(module, args, output):
-    return output + 0.1 * output.roll(1, dims=1)
+# ---- hooks, besides those of `test_replaced_code.py`
 
 
 def masks_all(module, args, kwargs):
@@ -507,17 +485,6 @@ def test_a_hook_on_the_model_leaves_the_labels_of_a_micro_batch(tmp_path):
     model.register_forward_pre_hook(masks_all, with_kwargs=True)
     said = "FlexTrainer or a hook changes the labels of a micro-batch.*data_collator"
     refuses_to_train(Trainer, tmp_path, said, model=model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", [Trainer, Focal])
-def test_modules_and_hooks_that_mix_tokens_of_a_row_are_refused(tmp_path, base):
-    said = r"model\.layers\.0\.mlp \(Mixes\): two sequences"
-    refuses_to_train(base, tmp_path, said, model=mixing())
-    model = tiny_llama()
-    model.model.embed_tokens.register_forward_hook(rolled)
-    said = r"rolled on model\.embed_tokens: two sequences"
-    refuses_to_train(base, tmp_path, said, model=model)
 
 
 def doubles_the_loss(module, args, outputs):
