@@ -1,17 +1,19 @@
 """Columns of examples that transformers, accelerate or TRL give a meaning to: each is honoured as
 by the stock trainer, refused by its name, or named in the log as one that nothing reads."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.tiny import VOCAB, tiny_llama
+from tests.hf.tiny import VOCAB, tiny_gpt2, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
 from tests.ranks import run_cases
 
@@ -142,15 +144,9 @@ def test_columns_that_a_loss_of_the_users_may_read_are_not_named(tmp_path, caplo
 # ---- labels that are shifted already
 
 
-def gpt2():
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCAB, "n_positions": 16}
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=1))
-
-
 def test_another_family_honours_targets_types_and_limits(tmp_path):
     """GPT-2 adds an embedding of each type, and one of each position."""
+    model = partial(tiny_gpt2, torch.float32)
     for given, for_stock in (
         ({"token_type_ids": OTHERS["token_type_ids"]}, None),
         HONOURED["shift_labels"],
@@ -158,9 +154,12 @@ def test_another_family_honours_targets_types_and_limits(tmp_path):
     ):
         row = PLAIN | given
         wanted = stock_loss(
-            Trainer, tmp_path, row if for_stock is None else PLAIN | for_stock, model=gpt2()
+            Trainer,
+            tmp_path,
+            row if for_stock is None else PLAIN | for_stock,
+            model=model(),
         )
-        assert our_loss(Trainer, tmp_path, row, model=gpt2()) == pytest.approx(wanted, abs=1e-5)
+        assert our_loss(Trainer, tmp_path, row, model=model()) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("base", [Trainer, SFTTrainer])

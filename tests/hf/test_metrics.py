@@ -7,8 +7,6 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     LlamaForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -19,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
 from tests.hf.test_trainer import float64_loss, logged, padded
-from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama
+from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama, tiny_model
 from tests.hf.trainers import trainer_of
 from tests.ranks import run_cases
 
@@ -27,6 +25,8 @@ LENGTHS = [3, 50, 2, 17, 8, 30, 2, 61, 5, 12, 44]
 
 
 class OwnLoss(Trainer):
+    """A user's loss, on its own batches."""
+
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs)
 
@@ -351,12 +351,9 @@ class Generates(TrainerCallback):
 
 
 def neox():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    dropout = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(num_hidden_layers=2, vocab_size=VOCAB, **sizes, **dropout)
-    config.pad_token_id = config.eos_token_id = 0
-    return GPTNeoXForCausalLM(config).double()
+    model = tiny_model("GPTNeoX", attention_dropout=0.0, hidden_dropout=0.0)
+    model.config.pad_token_id = model.config.eos_token_id = 0
+    return model
 
 
 @pytest.mark.parametrize("model", [tiny_llama, neox])

@@ -20,8 +20,8 @@ from hf_flexseq.kernels import token_outputs as kernel
 from tests.budget import others_nightly
 from tests.differential.case import Case
 from tests.differential.runs import both_on_ranks
+from tests.hf.random_steps import whole
 from tests.hf.test_checks import OwnLoss
-from tests.hf.test_exactness import whole
 from tests.hf.test_metrics import scaled
 from tests.hf.test_trainer import padded
 from tests.hf.tiny import VOCAB, documents, refused, tiny_llama

@@ -5,13 +5,14 @@ two steps. Training is exact, or refused by name."""
 import copy
 import functools
 import types
+from functools import partial
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -26,13 +27,13 @@ from tests.budget import others_nightly
 from tests.hf.objectives import Case, make_trainer, save_inputs
 from tests.hf.test_overrides import make
 from tests.hf.tiny import (
-    SIZES,
     batches,
     documents,
     reference_loss,
     refused,
     tiny_arguments,
     tiny_llama,
+    tiny_model,
 )
 from tests.hf.trainers import trained, weights_apart
 
@@ -379,12 +380,7 @@ def grown(model, *, takes_configuration):
     return model
 
 
-def tiny_qwen3():
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).double()
-
-
-@pytest.mark.parametrize("make_model", [tiny_llama, tiny_qwen3])
+@pytest.mark.parametrize("make_model", [tiny_llama, partial(tiny_model, "Qwen3", head_dim=8)])
 def test_a_layer_that_was_copied_has_a_configuration_of_its_own(make_model):
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
     model = grown(make_model(), takes_configuration=False)

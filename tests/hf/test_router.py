@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
@@ -20,7 +19,8 @@ from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, ro
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case
-from tests.hf.test_exactness import own_batches, whole
+from tests.hf.random_steps import attached, errors, own_batches, random_steps, sharded, worst_of
+from tests.hf.test_metrics import OwnLoss
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
 from tests.hf.test_trainer import dataset, logged
@@ -29,7 +29,6 @@ from tests.hf.tiny import (
     documents,
     reference_loss,
     refused,
-    relative_errors,
     taken_gradients,
 )
 from tests.hf.trainers import (
@@ -86,35 +85,26 @@ def _reference(family, examples):
 
 
 def errors_under_random_plans(rank, world_size, family, sharding, plans, examples=None):
-    """The largest relative errors of loss and gradients over some random plans, and the tokens
+    """The largest relative error of loss and gradients over some random plans, and the tokens
     that all of these spare. examples: None for documents of LENGTHS."""
     with pytest.MonkeyPatch.context() as patch:
         keep_float64(patch)
         examples = documents(LENGTHS) if examples is None else examples
-        wanted_loss, wanted = reference(family, examples)
+        wanted = reference(family, examples)
         model = mixture(family)
         if sharding == "fsdp2":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            for layer in model.model.layers:
-                fully_shard(layer)
-            fully_shard(model)
-        engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size)
-        engine.attach(model)
-        wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
-        worst = 0.0
-        micro_batches = []
-        spares = 0
-        for _ in range(plans):
-            for step in engine.steps(own_batches(examples, rank, world_size), 2):
-                loss = step.backward(wrapped)
-                micro_batches.append(len(step.plan.micro_batches))
-                spares += step.plan.tokens_spared
-            torch.distributed.all_reduce(loss)
-            found = {name: whole(g) for name, g in taken_gradients(model).items()}
-            errors = relative_errors(found, wanted)
-            worst = max(worst, abs(float(loss) / world_size / wanted_loss - 1), *errors.values())
+            sharded(model)
+        engine = attached(model, world_size)
+        batches = own_batches(examples, rank, world_size)
+        ddp = {} if sharding == "ddp" else None
+        found, micro_batches, spares = [], [], 0
+        for step, loss, gradients in random_steps(engine, model, batches, ddp=ddp, plans=plans):
+            found.append(errors(loss, gradients, wanted))
+            micro_batches.append(len(step.plan.micro_batches))
+            spares += step.plan.tokens_spared
         assert max(micro_batches) > 1
-        return worst, spares
+        return max(worst_of(found).values()), spares
 
 
 @pytest.mark.processes
@@ -157,13 +147,6 @@ def likeliest(logits, labels):
     return logits.argmax(dim=-1)
 
 
-class HandsOn(Trainer):
-    """A user's loss, on its own batches."""
-
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
 def make(kind, ours, folder, batch, accumulation=1):
     """A trainer of two steps of eight documents or pairs."""
     if kind == "dpo":
@@ -187,7 +170,7 @@ def make(kind, ours, folder, batch, accumulation=1):
     if kind == "plain, with metrics":
         data["preprocess_logits_for_metrics"] = likeliest
         data["compute_metrics"] = lambda found: {"first": float(found.predictions[:, 0].sum())}
-    base = HandsOn if kind == "own" else Trainer
+    base = OwnLoss if kind == "own" else Trainer
     return trainer_of(base, folder, **data, **settings)
 
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_flexseq.hf.model import tiles
 from hf_flexseq.hf.model.tiles import MlpTiles
 from hf_flexseq.plan.memory import MemoryChoice
-from tests.hf.test_exactness import LENGTHS, own_batches, sharded
+from tests.hf.random_steps import own_batches, sharded
+from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_fsdp_policies import Collectives
 from tests.hf.tiny import RandomPlanEngine, documents, relative_errors, tiny_llama
 from tests.ranks import run_cases

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from tests.hf.test_exactness import whole
+from tests.hf.random_steps import whole
 from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama
 
