@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
+from tests.hf.test_trainer import padded
 from tests.hf.tiny import VOCAB, tiny_gpt2, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
 from tests.ranks import run_cases
@@ -188,17 +188,6 @@ def shifted_rows():
     return rows
 
 
-def pad_all(examples):
-    batch = {}
-    for name in examples[0]:
-        values = [torch.tensor(example[name]) for example in examples]
-        filler = -100 if "labels" in name else 0
-        batch[name] = pad_sequence(values, batch_first=True, padding_value=filler)
-    lengths = torch.tensor([len(example["input_ids"]) for example in examples])
-    batch["attention_mask"] = (torch.arange(max(lengths)) < lengths[:, None]).long()
-    return batch
-
-
 WAYS = {
     "a list": {"train_dataset": shifted_rows()},
     "a stream": {"train_dataset": Stream()},
@@ -207,7 +196,7 @@ WAYS = {
 
 
 def with_targets(folder, batch, flexseq, name=None, base=Trainer, **settings):
-    given = {"data_collator": pad_all, "max_steps": 2, **WAYS.get(name, {}), **settings}
+    given = {"data_collator": padded, "max_steps": 2, **WAYS.get(name, {}), **settings}
     rows = given.pop("train_dataset", shifted_rows())
     return make_trainer(base, folder, flexseq, rows, batch=batch, **given)
 

@@ -31,12 +31,6 @@ class OwnLoss(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def without_labels(examples):
-    batch = padded([{"labels": [], **example} for example in examples])
-    del batch["labels"]
-    return batch
-
-
 def best(logits, labels):
     return logits.argmax(dim=-1)
 
@@ -102,11 +96,11 @@ def evaluations(rank, world_size, flex, folder):
         metrics = make(flex, folder, cap=40, compute_metrics=seen, **options).evaluate()
         found[name] = (seen.arrays, metrics["eval_hits"], metrics["eval_loss"])
 
-    for collator, columns in ((padded, None), (without_labels, ("input_ids",))):
+    for columns in (None, ("input_ids",)):
         rows = documents(LENGTHS[:5])
         if columns:
             rows = [{name: row[name] for name in columns} for row in rows]
-        trainer = make(flex, folder, cap=40, data_collator=collator, **showing(best_and_others))
+        trainer = make(flex, folder, cap=40, **showing(best_and_others))
         output = trainer.predict(rows)
         found["predict", columns] = (output.predictions, output.label_ids)
         assert (output.label_ids is None) == ("test_loss" not in output.metrics) == bool(columns)
@@ -283,7 +277,7 @@ def test_a_model_that_scales_its_logits_shows_them_scaled(tmp_path):
 @pytest.mark.parametrize("base", [Trainer, OwnLoss])
 def test_rows_without_labels_are_predicted(tmp_path, base):
     rows = [{"input_ids": row["input_ids"]} for row in documents(LENGTHS[:5])]
-    given = {"base": base, "data_collator": without_labels, **showing(best)}
+    given = {"base": base, **showing(best)}
     stock, ours = (make(flex, tmp_path, **given).predict(rows) for flex in (False, True))
     assert ours.label_ids is None
     assert "test_loss" not in ours.metrics

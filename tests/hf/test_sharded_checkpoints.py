@@ -528,11 +528,6 @@ def of_fewer_parameters(folder):
     path.write_text(json.dumps(index))
 
 
-def of_more_experts(folder):
-    model = experts.make("Qwen3Moe", num_experts=16, num_hidden_layers=1)
-    model.save_pretrained(folder)
-
-
 # What is done to a checkpoint, and the line with which a run refuses it.
 CHANGES = {
     lambda folder: (folder / FOLDER / "index.json").unlink(): "no index.json: saving was interr",
@@ -540,7 +535,6 @@ CHANGES = {
     of_fewer_parameters: "has no optimizer state of lm_head.weight, which this run trains$",
     of_accelerate: "has the optimizer.s state in optimizer.bin, which a model that Distributed",
     half_of_a_trainers: "has the optimizer.s state in optimizer.pt, which a model that Distri",
-    of_more_experts: "holds 16 experts in a layer, but this run has 8$",
 }
 
 

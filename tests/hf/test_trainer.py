@@ -65,11 +65,9 @@ def padded(examples, multiple=1):
         return torch.tensor([e[name] + [value] * (width - len(e[name])) for e in examples])
 
     lengths = torch.tensor([len(e["input_ids"]) for e in examples])
-    return {
-        "input_ids": pad("input_ids", 0),
-        "labels": pad("labels", -100),
-        "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
-    }
+    values = {"input_ids": 0, "labels": -100, "shift_labels": -100}
+    batch = {name: pad(name, value) for name, value in values.items() if name in examples[0]}
+    return {**batch, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
 
 
 def float64_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **given):
