@@ -237,19 +237,6 @@ def test_own_losses_train_as_the_plain_trainer_does(tmp_path, names):
         assert_logged_alike(stock, ours, ["loss", "eval_loss"], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_a_metric_beside_an_own_loss(tmp_path):
-    seen = []
-    for flexseq in (None, OPTIONS):
-        trainer = make(tmp_path, flexseq=flexseq, **FUNCTION)
-        trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
-        trainer.compute_metrics = lambda given: {"best": float(given.predictions[0, 0])}
-        seen.append(trainer.evaluate())
-    assert trainer.predict(documents([5, 9])).predictions.shape == (2, 9)
-    assert seen[1]["eval_best"] == seen[0]["eval_best"]
-    assert seen[1]["eval_loss"] == pytest.approx(seen[0]["eval_loss"], rel=1e-6)
-
-
 # ---- what is refused
 
 
