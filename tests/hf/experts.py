@@ -140,11 +140,7 @@ class OneProcess:
 
 
 def one_process(
-    model: Any,
-    path: Path,
-    *,
-    router_loss: bool = False,
-    adapted: Sequence[str] | None = None,
+    model: Any, path: Path, *, router_loss: bool = False, adapted: Sequence[str] | None = None
 ) -> OneProcess:
     """Save `model`, a copy of which can be spread over ranks; return loss and gradients. Call it
     inside `in_float64`. adapted: modules to put an adapter on, beside all experts."""
@@ -171,11 +167,7 @@ def one_process(
 
 
 def one_process_of(
-    family: str,
-    folder: Path,
-    *,
-    router_loss: bool = False,
-    adapted: Sequence[str] | None = None,
+    family: str, folder: Path, *, router_loss: bool = False, adapted: Sequence[str] | None = None
 ) -> OneProcess:
     """Return `one_process` of the model of a family."""
     path = folder / f"{family}, router loss: {router_loss}"
@@ -343,11 +335,7 @@ class Training:
 
 
 def train(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    training: Training,
-    config: Mapping[str, int] | None,
+    rank: int, world_size: int, folder: Path, training: Training, config: Mapping[str, int] | None
 ) -> Run:
     """Train on this rank the model that `save` has saved. config: of `DistributedConfig`; None for
     the plain trainer, with a whole model. An adapter is all that is returned where one is trained.

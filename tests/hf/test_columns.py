@@ -154,10 +154,7 @@ def test_another_family_honours_targets_types_and_limits(tmp_path):
     ):
         row = PLAIN | given
         wanted = stock_loss(
-            Trainer,
-            tmp_path,
-            row if for_stock is None else PLAIN | for_stock,
-            model=model(),
+            Trainer, tmp_path, row if for_stock is None else PLAIN | for_stock, model=model()
         )
         assert our_loss(Trainer, tmp_path, row, model=model()) == pytest.approx(wanted, abs=1e-5)
 

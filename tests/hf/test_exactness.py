@@ -72,10 +72,7 @@ def norm(gradients):
 
 
 # By number of ranks: sharding, checkpointing. Every pair is there; all else with `-m nightly`.
-SOME = {
-    2: [("ddp", False), ("fsdp2", True)],
-    4: [("ddp", True), ("fsdp2", False)],
-}
+SOME = {2: [("ddp", False), ("fsdp2", True)], 4: [("ddp", True), ("fsdp2", False)]}
 ALL = {ranks: list(itertools.product(("ddp", "fsdp2"), (False, True))) for ranks in (2, 3, 4)}
 
 

@@ -92,10 +92,7 @@ ADAPTED = {4: [("4 ranks in 2 groups", "Qwen3Moe", ON_BOTH, {"steps": 1})]}
 
 @pytest.mark.parametrize(
     ("world_size", "runs"),
-    [
-        *RUNS.items(),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ADAPTED.items()),
-    ],
+    [*RUNS.items(), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ADAPTED.items())],
 )
 def test_float64_gradients_equal_one_process(tmp_path, world_size, runs):
     cases = []

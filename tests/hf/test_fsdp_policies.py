@@ -25,13 +25,7 @@ from hf_flexseq.hf.model.facts import gathered_itemsize, trained_elements
 from hf_flexseq.hf.model.sharding_kind import is_fsdp2, replicas
 from tests.hf.random_steps import errors, own_batches, sharded, whole_gradients
 from tests.hf.test_exactness import LENGTHS
-from tests.hf.tiny import (
-    RandomPlanEngine,
-    documents,
-    loadable,
-    reference_gradients,
-    tiny_llama,
-)
+from tests.hf.tiny import RandomPlanEngine, documents, loadable, reference_gradients, tiny_llama
 from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes

@@ -21,13 +21,7 @@ from tests.hf.objectives import (
 )
 from tests.hf.test_trainer import dataset, float64_loss, logged
 from tests.hf.tiny import VOCAB, tiny_llama
-from tests.hf.trainers import (
-    assert_logged_alike,
-    difference,
-    trained,
-    trainer_of,
-    weights_apart,
-)
+from tests.hf.trainers import assert_logged_alike, difference, trained, trainer_of, weights_apart
 from tests.ranks import run_ranks
 
 STEPS = 3  # with a log line after the second one

@@ -7,12 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import (
-    PeftModel,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
@@ -28,12 +23,7 @@ from tests.differential.runs import both
 from tests.hf.random_steps import attached, errors, own_batches, random_steps, worst_of
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_trainer import float64_loss, padded
-from tests.hf.tiny import (
-    documents,
-    refused,
-    tiny_arguments,
-    tiny_llama,
-)
+from tests.hf.tiny import documents, refused, tiny_arguments, tiny_llama
 from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart
 from tests.ranks import run_cases
 

@@ -17,11 +17,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape, layer_calls, model_shape
 from hf_flexseq.hf.model.layer_kinds import layers_of
-from hf_flexseq.hf.model.recurrent import (
-    RecurrentFunctions,
-    UnsupportedRecurrence,
-    mixers,
-)
+from hf_flexseq.hf.model.recurrent import RecurrentFunctions, UnsupportedRecurrence, mixers
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.kernels.choose import choose_kernel
 from tests.hf.hybrids import HYBRIDS, make_hybrid
@@ -183,10 +179,7 @@ def test_a_convolution_of_a_pack_is_that_of_causal_conv1d(causal_conv1d):
 
     for activation in (None, "silu"):
         results = []
-        for convolve in (
-            partial(causal_conv1d.causal_conv1d_ref, seq_idx=sequences),
-            of_a_model,
-        ):
+        for convolve in (partial(causal_conv1d.causal_conv1d_ref, seq_idx=sequences), of_a_model):
             leaves = [one.clone().requires_grad_() for one in (x, weight, bias)]
             out = convolve(*leaves, activation=activation)
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])

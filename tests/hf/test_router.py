@@ -24,19 +24,8 @@ from tests.hf.test_metrics import OwnLoss
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
 from tests.hf.test_trainer import dataset, logged
-from tests.hf.tiny import (
-    RandomPlanEngine,
-    documents,
-    reference_loss,
-    refused,
-    taken_gradients,
-)
-from tests.hf.trainers import (
-    assert_logged_alike,
-    trained,
-    trainer_of,
-    weights_apart,
-)
+from tests.hf.tiny import RandomPlanEngine, documents, reference_loss, refused, taken_gradients
+from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
 from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
@@ -109,8 +98,7 @@ def errors_under_random_plans(rank, world_size, family, sharding, plans, example
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("world_size", "family", "sharding"),
-    [(3, "Qwen3Moe", "ddp"), (2, "Mixtral", "fsdp2")],
+    ("world_size", "family", "sharding"), [(3, "Qwen3Moe", "ddp"), (2, "Mixtral", "fsdp2")]
 )
 def test_gradients_with_a_router_loss_equal_one_process(world_size, family, sharding):
     for worst, _ in run_ranks(errors_under_random_plans, world_size, family, sharding, 4):

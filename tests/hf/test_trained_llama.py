@@ -22,12 +22,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 

@@ -13,11 +13,7 @@ from trl import SFTTrainer
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.steps.collator import OTHER_ROWS
-from hf_flexseq.steps.users_code import (
-    is_known,
-    users_forward_hooks,
-    users_modules,
-)
+from hf_flexseq.steps.users_code import is_known, users_forward_hooks, users_modules
 from tests.differential.case import sft_trainer
 from tests.hf.test_overrides import make
 from tests.hf.test_own_losses import Focal, figures_of

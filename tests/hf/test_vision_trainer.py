@@ -49,10 +49,7 @@ SETTINGS = {
     "zero2": {},
     "zero3": {},
 }
-STAGES = {
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0},
-}
+STAGES = {"zero2": {"stage": 2}, "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
 def with_pixels(examples):
