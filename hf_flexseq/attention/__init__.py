@@ -1,4 +1,4 @@
-"""Sequence-parallel attention: what a model's attention layers call."""
+"""Sequence-parallel attention, which a model's attention layers call."""
 
 from hf_flexseq.attention.context import SequenceContext
 from hf_flexseq.attention.function import sequence_parallel_attention

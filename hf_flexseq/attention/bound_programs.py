@@ -86,8 +86,9 @@ class BoundProgram:
     def run(
         self, inputs: Sequence[torch.Tensor], scores: Scores, cut: CutAttention | None = None
     ) -> tuple[Tensors, Tensors]:
-        """Run the program on tensors of the inputs' shapes; return outputs, and what the backward
-        needs. cut: attention of the part of a cut sequence, for a program that has one."""
+        """Run the program on tensors of the inputs' shapes; return outputs, and the tensors that
+        the backward needs. cut: attention of the part of a cut sequence, for a program that has
+        one."""
         values: list[Any] = [None] * len(self.program.all_values)
         for number, tensor in zip(self.inputs, inputs, strict=True):
             values[number] = tensor

@@ -1,5 +1,4 @@
-"""What attention must know of the micro-batch it works on, as one object that travels with the
-call."""
+"""The micro-batch that attention works on, as one object that travels with the call."""
 
 from collections.abc import Collection
 from typing import Any
@@ -47,10 +46,9 @@ class SequenceContext:
     ) -> None:
         """Lay out the zones of this rank; no communication. passes: the planner's.
         save_attention_output: True if checkpointed layers keep the result of attention. memory:
-        what the plan has chosen instead, and instead of the run's checkpointing. blocks: by
-        sequence the tokens that see both ways in layers that ask for it (`plan/blocks.py`), of all
-        sequences of this rank's groups, the same on all ranks of a group. both_ways: numbers of
-        these layers.
+        the plan's choice, which replaces this and the run's checkpointing. blocks: by sequence the
+        tokens that see both ways in layers that ask for it (`plan/blocks.py`), of all sequences of
+        this rank's groups, the same on all ranks of a group. both_ways: numbers of these layers.
 
         Raises ValueError for blocks that do not fit, or that a group's strategy cannot compute.
         """
@@ -63,13 +61,13 @@ class SequenceContext:
         self.target_counts: torch.Tensor | None = None
         """[tokens] How many rows have each token as one with a target; None as above."""
         self.noise: Any = None
-        """What adds noise to embedded tokens; None in a run without any."""
+        """Adds noise to embedded tokens; None in a run without noise."""
         self.virtual_tokens: Any = None
         """Which tokens are virtual; None for a model that has no virtual tokens."""
         self.images: Any = None
-        """What gives the features of this micro-batch's images; None in a step without any."""
+        """Gives the features of this micro-batch's images; None in a step without images."""
         self.memory = memory
-        """What is done with activations; None for what the user has set for the run."""
+        """The plan's choice for activations; None for the user's setting of the run."""
         keeps_any = save_attention_output or memory is not None
         self.kept = KeptAttention() if keeps_any else None
         self.cut: CutAttention | None = None  # a micro-batch has whole sequences

@@ -5,8 +5,8 @@
 One node, not one per group: autograd then cannot reorder the groups' communication, and in the
 backward too they run together, in the same order on every rank.
 
-There are two such nodes. The plain one saves what every zone asks for. The one for layers under
-activation checkpointing (`remat.py`) saves this rank's own rows alone.
+Two such nodes exist. The plain one saves all tensors for which the zones ask. The one for layers
+under activation checkpointing (`remat.py`) saves this rank's own rows alone.
 
 The slow reference is `tests/attention/dense.py`.
 """
@@ -28,7 +28,7 @@ from hf_flexseq.program.instructions import LayerShape
 
 
 class AttentionContext(Protocol):
-    """What one layer's attention must know of the tokens that this rank works on: a micro-batch's
+    """The tokens that this rank works on, as one layer's attention sees them: a micro-batch's
     `context.SequenceContext`, or `pipeline.context.LayerChunk`."""
 
     @property
@@ -111,8 +111,8 @@ class _Layer(NamedTuple):
     def run(
         self, direction: str, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[Tensors, Tensors]:
-        """Run a program of the layer's micro-batch: return its outputs, and what it saves. inputs:
-        None stands for sinks that the layer does not have."""
+        """Run a program of the layer's micro-batch: return its outputs, and its saved tensors.
+        inputs: None stands for sinks that the layer does not have."""
         program = self.seq_ctx.programs.find(direction, self.shape)
         given = [x for x in inputs if x is not None]
         return program.run(given, self.scores, self.seq_ctx.cut)
@@ -136,7 +136,7 @@ def _of_one_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
 
 
 class _SequenceParallelAttention(torch.autograd.Function):
-    """Attention that saves, in every zone's own layout, what the zone's backward needs."""
+    """Attention that saves the tensors for the backward, in every zone's own layout."""
 
     @staticmethod
     def forward(ctx: Any, layer: _Layer, *inputs: torch.Tensor | None) -> torch.Tensor:

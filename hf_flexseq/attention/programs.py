@@ -65,7 +65,7 @@ class MicroBatchPrograms:
         *,
         rewrite: ProgramPass | None = None,
     ) -> None:
-        """parts: what programs are compiled from. rewrite: what is done to each of them then."""
+        """parts: programs are compiled from them. rewrite: a pass over each compiled program."""
         self.parts = parts
         self._communicator = communicator
         self._kernel = kernel

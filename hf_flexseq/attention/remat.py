@@ -17,8 +17,8 @@ replay attends again. The caller of a layer says which (`KeptAttention.of_layer`
 The place of the checkpoint is DistFlashAttn's idea (arXiv 2310.03294, section 3.3), here for any
 model and without moving the bounds of the checkpointed regions.
 
-What this needs of torch
-------------------------
+Requirements on torch
+---------------------
 The region is known from the hooks with which torch's non-reentrant checkpointing catches saved
 tensors: they hold the frame of the region, the same one in both runs. These names are private:
 
@@ -101,8 +101,8 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, out: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> "Kept":
-        """Return what to keep of a call. out: its result. others: what else its backward needs, of
-        one dtype; in attention the log-sum-exp of each zone."""
+        """Return the tensors to keep of a call. out: its result. others: further tensors that its
+        backward needs, of one dtype; in attention the log-sum-exp of each zone."""
         parts = [other.flatten() for other in others]  # [tokens, heads] or the like -> [elements]
         if not parts:
             parts = [out.new_empty(0)]
@@ -110,7 +110,7 @@ class Kept(NamedTuple):
         return cls(out, flat, tuple(other.shape for other in others), out._version)
 
     def others(self) -> list[torch.Tensor]:
-        """Return what else was kept, in its shapes."""
+        """Return the other kept tensors, in their shapes."""
         return in_shapes(self.flat, self.shapes)
 
     def take(self) -> "Kept":
@@ -124,7 +124,7 @@ class Kept(NamedTuple):
 
 
 class KeptOnHost(NamedTuple):
-    """What `Kept` has, on the host."""
+    """The tensors of a `Kept`, on the host."""
 
     out: HostTensor
     flat: HostTensor
@@ -132,7 +132,7 @@ class KeptOnHost(NamedTuple):
 
     @classmethod
     def of(cls, kept: Kept, host: HostStore) -> "KeptOnHost":
-        """Return what was kept on the device; it leaves from now on."""
+        """Return `kept` on the host; it leaves the device from now on."""
         return cls(host.put(kept.out), host.put(kept.flat), kept.shapes)
 
     def take(self) -> Kept:
@@ -142,13 +142,13 @@ class KeptOnHost(NamedTuple):
 
 
 def in_shapes(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Return the tensors that stand in a flat one, one after the other: [elements] -> views."""
+    """Return the tensors that a flat one holds, one after the other: [elements] -> views."""
     parts = flat.split([shape.numel() for shape in shapes]) if shapes else ()
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def kept_region(kept: "KeptAttention | None") -> Region | None:
-    """Return the checkpointed region that runs now, if what it computes is kept for its replay."""
+    """Return the checkpointed region that runs now, if its results are kept for its replay."""
     if kept is None:
         return None
     region = checkpointed_region()
@@ -171,7 +171,8 @@ class _KeptCalls:
         self._kept.append(kept)
 
     def take(self, hook: Hook) -> Kept | None:
-        """Return and drop what the next call of this run left; None in a second replay."""
+        """Return and drop the result that the next call of this run left; None in a second
+        replay."""
         if hook is not self._hook:  # a new run begins
             self._hook = hook
             self._next = 0
@@ -223,7 +224,7 @@ class KeptAttention:
         self._calls.setdefault(region.frame, _KeptCalls()).append(one)
 
     def take(self, region: Region) -> Kept | None:
-        """Return what the first run kept of this call; None in a first run."""
+        """Return the result that the first run kept of this call; None in a first run."""
         if not region.replays:
             return None
         return self._calls[region.frame].take(region.hook)

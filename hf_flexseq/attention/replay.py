@@ -2,8 +2,8 @@
 obeys instructions, one after the other, and decides nothing. `bound_programs.py` makes the
 programs that run.
 
-Every operation that an instruction can name is a method of `Replay`; `program/builder.py` says
-what they mean, with their shapes.
+Every operation that an instruction can name is a method of `Replay`; `program/builder.py` explains
+them, with their shapes.
 """
 
 from typing import Any, NamedTuple, Protocol

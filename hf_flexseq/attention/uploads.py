@@ -28,7 +28,7 @@ class Uploads:
         self._segments: list[Segments] = []
 
     def bring(self) -> None:
-        """Copy to the device what the tables have got since the last time."""
+        """Copy to the device the index arrays and calls that are new in the tables."""
         indices = self._tables.indices[len(self._indices) :]
         calls = self._tables.calls[len(self._segments) :]
         segments = []

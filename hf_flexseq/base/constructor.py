@@ -1,4 +1,4 @@
-"""The arguments of a constructor by name, of a class that stands behind another in the MRO."""
+"""The arguments, by name, of the constructor of a class behind another one in the MRO."""
 
 import inspect
 from typing import Any

@@ -46,7 +46,7 @@ class Patches(NamedTuple):
 
     patches: int
     frames: int | None
-    """Of a video, whose patches attend to those of their frame; None for an image."""
+    """Of a video, whose patches attend to patches of their frame; None for an image."""
 
     @property
     def pairs(self) -> int:

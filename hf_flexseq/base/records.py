@@ -122,7 +122,7 @@ def _each(name: str, value: Any, inner: tuple[Any, ...]) -> list[tuple[Any, Any]
 
 
 def _check(name: str, value: Any, hint: Any) -> None:
-    """Raise ValueError unless a value is what its annotation says; records have checked theirs."""
+    """Raise ValueError unless a value fits its annotation; records have checked theirs."""
     kind, inner, bounds, is_optional = _parts(hint)
     if value is None and is_optional:
         return

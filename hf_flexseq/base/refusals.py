@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 Case = TypeVar("Case")
 
 REFUSED = (ValueError, NotImplementedError, ImportError)
-"""What checks raise."""
+"""The errors that checks raise."""
 
 _PARTS = "flexseq_parts"  # attribute of an error of several refusals: the error of each
 
@@ -33,7 +33,7 @@ class Refusal(Generic[Case]):
     """Reason of the refusal."""
 
     instead: str
-    """Advice: what the user can set instead."""
+    """Advice: settings that the user can choose instead."""
 
     error: type[Exception] = NotImplementedError
     """Class of the exception."""
@@ -93,8 +93,8 @@ def above_one(owner: Any, *names: str) -> dict[str, int]:
 
 def same_step(degree: int, args: Any, *, batch: str = "per_device_train_batch_size") -> str:
     """Return the end of an advice: the batch and accumulation with which each rank draws alone its
-    share of what `degree` ranks have drawn together. args: None if they are not known. batch: name
-    of the option in `args`."""
+    share of the examples that `degree` ranks have drawn together. args: None if they are not
+    known. batch: name of the option in `args`."""
     if args is None:
         return f"; a batch or accumulation divided by {degree} keeps the tokens of a step"
     accumulation = "gradient_accumulation_steps"

@@ -5,7 +5,7 @@ systems.
     RINGS                how ranks exchange keys and values: `plan.rings`, `cost.rings`
     PLANNERS             functions that form the groups of a step, for `make_plan`
     PIPELINE_SCHEDULES   functions that form chunks and actions, for `make_pipeline_plan`
-    PIPELINE             what takes the place of a whole model where it runs in stages
+    PIPELINE             objects that take the place of a whole model's where it runs in stages
 
 The options of a run, `make_plan`, the planning process, `compare` and the command line read these
 records. Objects are dotted names that are imported on first use. So the core imports neither
@@ -135,7 +135,7 @@ class PipelineEntry:
     """Objects by which a pipeline takes the place of a whole model."""
 
     mixin: str
-    """`module:class` of what a trainer becomes, to stand in front of its class."""
+    """`module:class` of the mixin that comes in front of a trainer's class."""
     job: str
     """`module:class` of a planner's `Job`, of the kind `stages`."""
     read_step: str

@@ -1,6 +1,6 @@
 """The versions of transformers, accelerate, TRL and PEFT that are tested, and where they differ.
 
-What only some of these versions have is asked for here, and nowhere else:
+Code asks here, and nowhere else, for features that only some of these versions have:
 
     what                                               from     in older versions
     Trainer.is_distributed_loading_by_transformers     5.19     no trainer knows of such models

@@ -1,2 +1,2 @@
-"""What checkpoints of all runs have in common: files that appear whole, marker and manifest, an
+"""The common parts of all runs' checkpoints: files that appear whole, marker and manifest, an
 optimizer's state without pickles."""

@@ -1,6 +1,6 @@
 """Tell a whole checkpoint from one whose saving was interrupted.
 
-    flexseq.json             the marker, the first file: what the checkpoint is of
+    flexseq.json             the marker, the first file: the run and step of the checkpoint
     ...                      weights, optimizer, random numbers, by all ranks
     flexseq_manifest.json    the manifest, the last file: names and sizes of all others
 
@@ -10,7 +10,7 @@ hf_flexseq, and may be either. All files are on disk before the manifest is writ
 (`flush_files`), so it holds after a power cut, too.
 
 Rejected: one file that says "complete" at the end. A checkpoint that has lost it would pass for
-one of a Trainer without hf_flexseq.
+a checkpoint of a Trainer without hf_flexseq.
 """
 
 import json
@@ -83,7 +83,7 @@ def finish(folder: Path, marker: Mapping[str, Any]) -> None:
 
 
 def flush_files(folder: Path) -> None:
-    """Wait until all that this machine has written into a checkpoint is on disk."""
+    """Wait until all files that this machine has written into a checkpoint are on disk."""
     if not folder.is_dir():
         return  # of a machine that has written nothing
     flush(folder)
@@ -119,7 +119,7 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Return what the marker, the manifest and the sizes of files say about a checkpoint."""
+    """Return the findings about a checkpoint from its marker, manifest and sizes of files."""
     has_marker = (folder / MARKER).exists()
     has_manifest = (folder / MANIFEST).exists()
     try:
@@ -160,7 +160,7 @@ def _check_one_optimizer(folder: Path) -> None:
 
 
 def _read_marker(path: Path) -> dict[str, Any]:
-    """Return the marker. Raises ValueError for one that is corrupt."""
+    """Return the marker. Raises ValueError for a corrupt one."""
     marker = read_object(path)
     size = marker.get("sequences_per_step")
     if not _is_count(size) or size == 0:

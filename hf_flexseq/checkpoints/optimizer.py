@@ -73,8 +73,8 @@ def state_of(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor],
 
 
 def _flat_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return the flat state. An optimizer without any gets what a step without gradients leaves
-    it."""
+    """Return the flat state. An optimizer without any gets the state after a step without
+    gradients."""
     with _without_empty_groups(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     return state
@@ -285,8 +285,8 @@ def _read(
     own_key_of: Mapping[str, str],
     folder: str,
 ) -> None:
-    """Fill the optimizer's own `state` with the saved one. own_key_of: keys of `state` by those of
-    the saved one. Raises ValueError for a value of another kind or shape."""
+    """Fill the optimizer's own `state` with the saved one. own_key_of: saved key -> key of
+    `state`. Raises ValueError for a value of another kind or shape."""
     known = saved.keys()
     tensors = []
     for key, own_key in own_key_of.items():

@@ -1,7 +1,7 @@
 """The files of an optimizer's state: tensors as safetensors, everything else as JSON.
 
-    state-00001-of-00002.safetensors   tensors that one rank has written: those of its stage, or a
-                                       part of those of a sharded model
+    state-00001-of-00002.safetensors   tensors that one rank has written: its stage's tensors, or
+                                       a part of a sharded model's tensors
     scheduler.json                     the state of the learning rate's scheduler; scheduler.pt
                                        next to the folder, as the Trainer's, where JSON cannot hold
                                        it
@@ -11,17 +11,17 @@ A state is flat. Keys are `state.<parameter>.exp_avg` and `param_groups.<paramet
 <parameter> is a name in the whole model. A tensor is whole in its file, whatever ranks shared it.
 `state.<parameter>` itself is null for a parameter that had no gradient yet, and so no state.
 
-A folder is written in this order, and files appear whole (`files.py`), so that no reader takes
-half of it for all of it:
+A folder is written in this order, and files appear whole (`files.py`), so no reader mistakes half
+of it for all of it:
 
 1. `clear` removes the index first, then the files of an earlier save.
 2. `write_tensors` writes each file, `write_json` the scheduler's state.
 3. `write_index` writes the index. A folder without an index is refused.
 
 Rejected: `torch.distributed.checkpoint`. Its `.metadata` is a pickle, and to unpickle a file is to
-run what the file says. Its writer for safetensors knows tensors only, so that learning rates would
-need a file of their own anyway. Folders of that format are refused; scripts/convert_optimizer.py
-reads the ones that its user trusts.
+run code from it. Its writer for safetensors knows tensors only, so learning rates would need a
+separate file anyway. Folders of that format are refused; scripts/convert_optimizer.py reads
+folders that its user trusts.
 """
 
 import json
@@ -49,7 +49,7 @@ _PLAIN = bool | int | float | str | None  # what JSON gives back as it was
 
 
 def clear(folder: Path) -> None:
-    """Make `folder`, and remove what earlier saves have left in it."""
+    """Make `folder`, and remove the files of earlier saves from it."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in _WRITTEN:
         for file in folder.glob(pattern):

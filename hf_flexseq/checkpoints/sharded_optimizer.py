@@ -1,7 +1,7 @@
 """The optimizer's state of a model whose parameters ranks share as DTensors: FSDP2, HSDP, experts.
 
-Ranks share the writing. The state is divided into parts, each a file of its own. Rank r writes the
-parts r, r + ranks, r + 2 ranks, ... In a round, of one part per rank:
+Ranks share the writing. The state is divided into parts, each in a separate file. Rank r writes
+the parts r, r + ranks, r + 2 ranks, ... In a round, of one part per rank:
 
 1. All ranks gather the tensors of the round, one after the other. Only the rank that writes a
    tensor keeps it, on its host.
@@ -26,7 +26,7 @@ from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
 
 PART_BYTES = 2 * 2**30
-"""The most bytes of a part with more than one tensor: what a rank keeps on its host to write."""
+"""The most bytes of a part with more than one tensor, which a rank keeps on its host to write."""
 
 
 def save_sharded_optimizer(

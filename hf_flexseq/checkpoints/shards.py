@@ -1,6 +1,6 @@
 """Tensors that several ranks share as DTensors: the whole of one, and a rank's own part of it.
 
-Experts lie on a mesh of two or three dimensions, and their rows may be interleaved over it. torch
+Experts are sharded over a mesh of two or three dimensions, which may interleave their rows. torch
 says which rows a rank has (`distribute_tensor` of their numbers), so every placement that shards
 the first dimension is read by rows, and only a rank's own ones.
 """

@@ -1,6 +1,6 @@
 """The command line: `flexseq plan | compare | fit | view | report | calibrate | prove | env`.
 
-Importing it imports no torch, so that planning starts at once and works without torch installed.
+Importing it imports no torch, so planning starts at once and works without torch installed.
 `env`, `calibrate` and `prove` import it when run, and `fit` for a model that it has no sizes of.
 """
 

@@ -12,7 +12,7 @@ from hf_flexseq.steps.trace_file import is_trace
 
 
 def calibrate(options: Namespace) -> None:
-    """Write a corrected cost model, and say what was corrected and how well it holds."""
+    """Write a corrected cost model, and report its corrections and how well it holds."""
     if is_trace(options.source):
         _of_trace(options)
         return

@@ -1,10 +1,10 @@
 """`compare`: every planner on the same lengths, by the closed form of the cost model.
 
-`static` stands for the best single degree of the whole run, or the one of --sp-degree: what a run
-without flexible groups can have. A planner that cannot plan a step has its reason in the table
-instead of figures. So has one with a solver that would take minutes, unless --planners names it.
+`static` is the best single degree of the whole run, or the one of --sp-degree: the best choice
+without flexible groups. A planner that cannot plan a step has its reason in the table instead of
+figures. So has one with a solver that would take minutes, unless --planners names it.
 
-Where experts lie on several ranks, the table has the share of the ranks' time that they take. With
+With experts on several ranks, the table has the share of the ranks' time that they take. With
 images it has the seconds that the tower adds to a plan's: with each image on one rank, which no
 plan changes, and, as other stacks run it, on every rank of a group. With --tight it has the gap to
 a bound by an integer program (`planner/tight_bound.py`), too.
@@ -83,7 +83,7 @@ class Result:
     plans: tuple[Plan, ...] = ()
     """Plan of each step."""
     towers: tuple[TowerLoad | None, ...] = ()
-    """What the tower does in each step; None in one without images."""
+    """The tower's load in each step; None in a step without images."""
     in_groups_s: float = 0.0
     """Seconds that the tower would add to a step if every rank of a group encoded the images of
     all sequences of the group."""

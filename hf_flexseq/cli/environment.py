@@ -1,5 +1,5 @@
-"""`env`: what is installed, which devices there are, and which attention kernels each has: the one
-that it would use, what the others lack, and what each can do."""
+"""`env`: installed versions, the machine's devices, and the attention kernels of each: the kernel
+that it would use, why the others do not serve, and the capabilities of each."""
 
 import platform
 from argparse import Namespace
@@ -68,7 +68,7 @@ def _kernels(device: "torch.device", dtype: "torch.dtype") -> list[str]:
 
 
 def _scans(device: "torch.device", dtype: "torch.dtype") -> list[str]:
-    """Return lines that name what runs recurrent layers on a device, and why not the others."""
+    """Return lines that name the scans of recurrent layers on a device, and why not the others."""
     from hf_flexseq.kernels.scans.choose import GATED_DELTA, KIMI_DELTA, MAMBA2, explain
 
     lines = []

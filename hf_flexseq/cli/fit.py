@@ -1,5 +1,5 @@
-"""`fit`: the longest sequence that fits on all ranks of a cluster, and what each choice for its
-activations costs.
+"""`fit`: the longest sequence that fits on all ranks of a cluster, and the costs of each choice
+for its activations.
 
 A model is described by its sizes: a preset's, without torch, or a configuration's,
 which transformers reads. With a device they make a cost model; a measured one has both in it.
@@ -48,7 +48,7 @@ COLUMNS = {
 
 
 def fit(options: Namespace) -> None:
-    """Print the ladder of choices, and what takes a sequence further."""
+    """Print the ladder of choices, and ways to fit a longer sequence."""
     cost = _cost(options)
     rungs = ladder(cost, options.topology, options.length)
     if not rungs:
@@ -71,7 +71,7 @@ def fit(options: Namespace) -> None:
 
 
 def _more_room(options: Namespace) -> str:
-    """Return what makes model states smaller and has not been done."""
+    """Return the remaining ways to make model states smaller, in words."""
     ways = ["use more ranks"]
     if options.model is not None:
         if options.zero_stage in (0, 1, 2):
@@ -206,7 +206,7 @@ def _line(cells: Sequence[str], choice: str) -> str:
 
 
 def _answer(options: Namespace, cost: CostModel) -> str:
-    """Say how the sequence of --length runs fastest, or what it needs."""
+    """Say how the sequence of --length runs fastest, or how many ranks it needs."""
     length = options.length
     found = fastest(cost, options.topology, length)
     if found is not None:

@@ -1,4 +1,4 @@
-"""The parser of `flexseq`: its commands, their options, and what removed commands became."""
+"""The parser of `flexseq`: its commands, their options, and the successors of removed commands."""
 
 import argparse
 from argparse import ArgumentParser, Namespace

@@ -125,7 +125,7 @@ def _with_images(
 
 def _parts(one: Patches, parts: Sequence[int], row: int, tokens: int) -> Iterator[ImageSize]:
     """Yield an image of a row, or the parts of a video, which ranks encode independently. parts:
-    frames of each. tokens: that stand for all of it."""
+    frames of each. tokens: of the whole image or video."""
     frames = one.frames or 1
     stop = 0
     for count in parts:
@@ -173,7 +173,7 @@ def planned(
 
 
 def tower_load(step: SharedRows, options: Namespace, cost: CostModel) -> TowerLoad | None:
-    """Return what the tower does in a step; None without images."""
+    """Return the tower's load in a step; None without images."""
     of_images = planned_images(step, options, cost)
     return None if of_images is None else TowerLoad.of(of_images)
 
@@ -199,8 +199,8 @@ def plan_options(options: Namespace) -> PlanOptions:
 
 
 def summary(made: Plan | PlanOfStages, tower: TowerLoad | None = None) -> str:
-    """Return a plan in one line: its contents, its parts, and its predicted seconds, to which
-    those of the tower are added."""
+    """Return a plan in one line: its contents, its parts, and its predicted seconds, including the
+    tower's."""
     contents = f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens"
     if not isinstance(made, Plan):
         return f"{contents} in {made.how} by {made.schedule}, predicted {made.objective_s:.3f} s"

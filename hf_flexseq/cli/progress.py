@@ -65,7 +65,7 @@ class Progress:
                 self._write()
 
     def _write(self) -> None:
-        """Write what goes on. The lock is held."""
+        """Write the present activity and its seconds. The lock is held."""
         if self._doing is None:
             return
         seconds = time.monotonic() - self._since

@@ -101,7 +101,7 @@ def _of_own_ranks(options: Namespace) -> dict[str, Any]:
 
 
 def holds(record: dict[str, Any]) -> bool:
-    """Return True if a record proves what it says: nothing differs, and something trained."""
+    """Return True if a record is a proof: nothing differs, and something trained."""
     steps = [step for step in record["steps"].values() if "not_run" not in step]
     return bool(
         all(record["learned"].values())

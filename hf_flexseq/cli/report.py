@@ -149,7 +149,7 @@ def _best_plans(results: Sequence[Result]) -> list[RecordedStep]:
 
 
 def _planners_text(results: Sequence[Result], options: Namespace) -> str:
-    """Return what planning brings over the best single degree, in a few sentences."""
+    """Return the gain of planning over the best single degree, in a few sentences."""
     able = {}
     apart = None  # `auto` without shared prefixes
     for result in results:
@@ -185,8 +185,7 @@ def _planners_text(results: Sequence[Result], options: Namespace) -> str:
 
 
 def _in_groups_text(results: Sequence[Result]) -> str:
-    """Return what the tower would take as other stacks run it, in a sentence; "" without
-    images."""
+    """Return, in a sentence, the seconds of a tower run as in other stacks; "" without images."""
     able = [result for result in results if result.problem is None and result.tower_s]
     if not able:
         return ""
@@ -219,7 +218,7 @@ def _rows(lines: Sequence[RecordedStep]) -> list[StepRow]:
 
 
 def _trace_remarks(file: StepsFile, lines: Sequence[RecordedStep]) -> list[str]:
-    """Return what a trace's figures leave out."""
+    """Return remarks on the lines and seconds that a trace's figures do not cover."""
     remarks = []
     if file.broken:
         remarks.append(f"{file.remark().capitalize()}.")

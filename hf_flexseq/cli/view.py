@@ -65,7 +65,7 @@ def drawn(step: RecordedStep, options: Namespace) -> Timeline:
 
 
 def _title(step: RecordedStep, options: Namespace) -> str:
-    """Return a step in one line, with its measured seconds and how experts lie over ranks."""
+    """Return a step in one line, with its measured seconds and its experts' ranks."""
     measured = "" if step.measured_s is None else f", measured {sum(step.measured_s):.3f} s"
     experts = ""
     if options.cost_model is not None:

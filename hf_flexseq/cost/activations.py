@@ -1,17 +1,17 @@
 """Bytes that a rank holds of the activations of a micro-batch, by the choice made for them.
 
-A choice (`plan/memory.py`) says of the layers that the first R run again in the backward, that of
-these the inputs of the first I and the outputs of attention of the first O are on the host, that N
-more outputs are computed again, and that MLPs are computed in T tiles. With the bytes of a token
+A choice (`plan/memory.py`) has five numbers. The first R layers run again in the backward; of
+these, the first I have their inputs on the host, and the first O the outputs of their attention; N
+more outputs are computed again; and MLPs are computed in T tiles. With the bytes per token
 
     input    a layer's input
-    output   what a layer's attention, or its scan, gave, with log-sum-exps
-    kept     all that a layer keeps for a backward that computes nothing again; `mlp` of these
-             inside of its MLP, which tiles do without
+    output   the output of a layer's attention or scan, with log-sum-exps
+    kept     everything that a layer keeps for a backward that computes nothing again; `mlp` of
+             these are inside of its MLP, and tiles do without them
     peak     the most that a layer holds in its backward, or in its forward where that runs again,
-             its input and what it keeps included; `tiled` of these exist for one tile at a time
+             including its input and kept bytes; `tiled` of these exist for one tile at a time
     rest     the most of it outside of its MLP, if that is tiled
-    base     what a token has in all layers, such as its position
+    base     tensors that all layers share, such as a token's position
     head     final hidden states and their gradients
 
 the first layers hold between forward and backward
@@ -28,9 +28,9 @@ and a rank's peak is the most of these moments:
 
 Where anything is on the host, one layer's input or output more is on the device: it leaves while
 the next layer computes, and arrives while the one behind it computes. A layer that runs again has
-all that it keeps once more when its backward begins, so its peak is that of a layer that does not.
+its kept bytes once more when its backward begins, so its peak is the same as without.
 
-`choices.py` has what a choice costs in seconds.
+`choices.py` has the seconds of a choice.
 """
 
 import functools
@@ -54,7 +54,7 @@ class LayerBytes(Constants):
     input_bytes: Positive
     """Bytes of the layer's input."""
     output_bytes: Amount
-    """Bytes of what its attention or its scan gave."""
+    """Bytes of the output of its attention or its scan."""
     kept_bytes: Positive
     """Bytes that the layer keeps for a backward that computes nothing again."""
     mlp_bytes: Amount
@@ -102,9 +102,9 @@ class Activations(Constants):
     order: tuple[int, ...]
     """The kind of each layer, by its place in `kinds`."""
     base_bytes: Amount
-    """Bytes of a token that are there in all layers."""
+    """Bytes per token that all layers share."""
     head_bytes: Amount
-    """Bytes of a token's final hidden states and their gradients, when the loss is computed."""
+    """Bytes per token of final hidden states and their gradients, when the loss is computed."""
     mlp_share: Share
     """Share of `linear_s` that MLPs take which can be tiled."""
     linear_passes: Annotated[float, Bounds(least=2, most=3)]
@@ -117,7 +117,7 @@ class Activations(Constants):
     host_bytes: Amount
     """Bytes of the host's memory that one rank may use."""
     as_set: MemoryChoice
-    """What the user has chosen for the run; seconds of the cost model are those of this choice."""
+    """The user's choice for the run, which the seconds of the cost model assume."""
 
     def __post_init__(self) -> None:
         Constants.__post_init__(self)
@@ -139,7 +139,7 @@ class Activations(Constants):
         return _token_bytes(self, choice)
 
     def host_token_bytes(self, choice: MemoryChoice) -> float:
-        """Return the bytes of each token that are on the host."""
+        """Return the bytes per token that are on the host."""
         on_host = 0.0
         for layer, kind in enumerate(self.order):
             if choice.input_on_host(layer):
@@ -156,7 +156,7 @@ class Activations(Constants):
 
 @functools.lru_cache(maxsize=4096)
 def _token_bytes(activations: Activations, choice: MemoryChoice) -> float:
-    """Return the most of the moments that this page describes, in bytes of a token."""
+    """Return the most of the moments that this page describes, in bytes per token."""
     held = activations.base_bytes
     kinds = activations.kinds
     if choice.inputs_on_host:

@@ -47,8 +47,8 @@ def analytic_cost_model(
     head is held from the forward on. zero_stage: 0 shards nothing, 1 the optimizer, 2 also
     gradients, 3 also parameters (FSDP). replicas: copies of the sharded state, as in HSDP.
     expert_ranks: neighbouring ranks that hold all experts together. Raises ValueError for another
-    zero_stage, for experts over ranks that do not divide the ranks or the experts, for those of a
-    model without any, and for those that FSDP does not shard.
+    zero_stage, and for `expert_ranks` above 1 that do not divide the ranks or the experts, with a
+    model that has no experts, or without FSDP, which shards them.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
@@ -109,7 +109,7 @@ def analytic_cost_model(
 
 
 def _activations(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> Activations:
-    """Return what layers keep, on the mean of all layers."""
+    """Return the activations that layers keep, as means over all layers."""
     log_sum_exps = 0  # bytes, of all layers
     for layers, _, heads in shape.attention_layers():
         log_sum_exps += layers * heads.heads * FLOAT32_BYTES
@@ -182,8 +182,8 @@ def _experts(
     checkpointing: bool,
     expert_ranks: int,
 ) -> ExpertLayers | None:
-    """Return the layers whose experts several ranks hold together; None if each computes its
-    own."""
+    """Return the layers with experts on several ranks; None if every rank computes its own
+    tokens."""
     if expert_ranks == 1:
         return None
     if shape.experts is None:
@@ -292,9 +292,10 @@ def _scan_flops(sizes: RecurrentShape) -> float:
 
 
 def _scan_bytes(shape: ModelShape, sizes: RecurrentShape) -> float:
-    """Return the bytes of a token that a recurrent layer holds from its forward to its backward:
+    """Return the bytes per token that a recurrent layer holds from its forward to its backward:
     rows around the convolution, and the gate; in float32 the inputs of chunks, the products of
-    their tokens with each other, their decays, what they write, and the states before them."""
+    their tokens with each other, their decays, their written values, and the states before them.
+    """
     numbers = 3 * sizes.channels + sizes.value_heads * sizes.value_dim
     held = float(numbers * shape.dtype_bytes)
     if sizes.kind != "convolution":

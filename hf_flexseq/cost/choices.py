@@ -3,16 +3,17 @@
 Relative to the choice that the user has set for the run, of L layers,
 
     linear      3 passes, one more in a layer that runs again; 2 where weights are frozen
-    tiles       one pass of the MLP more; in a layer that runs again, whose replay ends before it
-                (`memory/tiles.py`), that of the last of its three matrices
+    tiles       one pass of the MLP more; in a layer that runs again, whose replay ends before the
+                MLP (`memory/tiles.py`), a pass of the last of its three matrices alone
     attention   1 forward and a backward of 2.5; 1 more where its output is computed again
     experts     as linear layers, their exchanges twice, three times for a layer that runs again
     transfers   Ulysses exchanges heads twice, 2 2/3 times for a layer that runs again; a ring's
                 keys make 3 trips, 4 where attention is computed again
-    host        what a layer sends, or gets back, beyond the seconds in which linear layers hide it
+    host        a layer's transfers to the host, and back, beyond the seconds of linear layers that
+                hide them
 
-Attention's seconds would hide transfers to the host, too; they are left out, because those of a
-token depend on its sequence. So a choice is never priced too low by it.
+Attention would hide transfers to the host, too. It is left out, because its seconds per token
+depend on the sequence, so a choice is never priced too low.
 """
 
 import functools
@@ -58,10 +59,10 @@ class _Passes:
 
 @functools.lru_cache(maxsize=4096)
 def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
-    """Return the cost model of micro-batches under a choice; None stands for the user's own.
+    """Return the cost model of micro-batches under a choice; None is the user's own choice.
 
-    Its `token_bytes` are those of the choice. Raises ValueError for a choice of more layers than
-    the model has.
+    Its `token_bytes` follow the choice. Raises ValueError for a choice of more layers than the
+    model has.
     """
     activations = cost.activations
     if activations is None or choice is None or choice == activations.as_set:
@@ -98,7 +99,7 @@ def with_choice(cost: CostModel, choice: MemoryChoice | None) -> CostModel:
 
 
 def _exposed_s(cost: CostModel, activations: Activations, choice: MemoryChoice) -> float:
-    """Return the seconds of each token's transfers to the host and back that linear layers do not
+    """Return the seconds per token of transfers to the host and back that linear layers do not
     hide."""
     moved = activations.host_token_bytes(choice)
     if not moved:
@@ -114,8 +115,8 @@ def _exposed_s(cost: CostModel, activations: Activations, choice: MemoryChoice) 
 
 
 def token_bytes(cost: CostModel, choice: MemoryChoice) -> float:
-    """Return the device's bytes of a token under a choice, in the proportion that its activations
-    have to those of the user's own choice."""
+    """Return the device's bytes per token under a choice: the cost model's, times the choice's
+    share of the activation bytes under the user's own choice."""
     activations = cost.activations
     assert activations is not None, "only a cost model with activations has choices"
     if choice == activations.as_set:
@@ -125,7 +126,7 @@ def token_bytes(cost: CostModel, choice: MemoryChoice) -> float:
 
 
 def most_tokens(cost: CostModel, choice: MemoryChoice, world_size: int) -> int:
-    """Return the most tokens of a rank under a choice, on its device and its host; 0 for none."""
+    """Return the most tokens per rank under a choice, on its device and its host; 0 for none."""
     activations = cost.activations
     assert activations is not None, "only a cost model with activations has choices"
     free_bytes = cost.free_bytes(world_size)
@@ -149,17 +150,17 @@ def choices_of(cost: CostModel, world_size: int) -> tuple[MemoryChoice, ...]:
     """Return the choices that a planner has, by rising room for tokens and rising price, the
     user's own first; () for a cost model without activations.
 
-    Each has what the user has set, and also
+    Each keeps the user's settings, and also
 
-        as set
+        as set       nothing else
         half         runs half of the layers again that the user keeps
         all          runs all of them again
-        on host      has their inputs on the host, and what their attention gave
+        on host      has their inputs and the outputs of their attention on the host
         tiles        computes MLPs in tiles as well
-        again        computes attention again instead of having what it gave
+        again        computes attention again instead of having its outputs
 
     The host takes as many layers as give a rank most tokens. A choice without more room than the
-    one before it is left out, and `half` where there are more than `MOST_CHOICES`.
+    one before it is left out, and `half` if more than `MOST_CHOICES` remain.
     """
     activations = cost.activations
     if activations is None:
@@ -187,7 +188,7 @@ def choices_of(cost: CostModel, world_size: int) -> tuple[MemoryChoice, ...]:
 
 def _on_host(choice: MemoryChoice) -> list[MemoryChoice]:
     """Return the choices with the inputs of more layers on the host, then with all inputs and
-    more of what attention gave, by quarters of the layers."""
+    more outputs of attention, by quarters of the layers."""
     layers = choice.recomputed_layers
     made = []
     for inputs in _steps(choice.inputs_on_host, layers):
@@ -198,5 +199,5 @@ def _on_host(choice: MemoryChoice) -> list[MemoryChoice]:
 
 
 def _steps(least: int, most: int) -> list[int]:
-    """Return the numbers of layers from `least` to `most`, by quarters of what lies between."""
+    """Return the numbers of layers from `least` to `most`, by quarters of their difference."""
     return [least + (most - least) * quarter // QUARTERS for quarter in range(QUARTERS + 1)]

@@ -1,5 +1,5 @@
-"""The numbers of a cost model: their meaning and units, their checks, what they leave room for,
-and JSON.
+"""The numbers of a cost model: their meaning and units, their checks, the tokens that fit into
+memory, and JSON.
 
 `model.py` has the seconds that follow. Numbers are estimated from the figures of a model and a
 device (`analytic_model.py`), fitted while a run goes on (`correction.py`), or published
@@ -81,13 +81,13 @@ class CostConstants(Constants):
     """Bytes of a sequence's states that recurrent layers send to another rank; 0 without any."""
     overlap: Share = 1.0
     """Share of a ring's transfers, and of a group's seconds, that attention hides: 1 where a
-    device has a host of its own, 0 where both are one processor."""
+    device has a separate host, 0 where both are one processor."""
     kernel: AttentionKernel | None = None
     """How attention's time depends on lengths; None for s^2."""
     widest_window: Annotated[int, Bounds(most=MAX_TOKENS)] = 0
     """Tokens of the widest window or chunk of a layer; 0 where all layers read all keys."""
     experts: ExpertLayers | None = None
-    """Layers whose experts lie on several ranks; None where every rank computes its own."""
+    """Layers with experts on several ranks; None where every rank computes its own tokens."""
     tower: TowerCost | None = None
     """The vision tower; None without one."""
     activations: Activations | None = None
@@ -104,7 +104,7 @@ class CostConstants(Constants):
     # ---- bytes
 
     def free_bytes(self, world_size: int) -> float:
-        """Return the bytes of a rank besides its model states; negative where these are more."""
+        """Return the bytes per rank besides its model states; negative where these are more."""
         states = self.state_bytes + self.sharded_state_bytes / world_size
         return self.budget_bytes - states
 
@@ -143,7 +143,7 @@ class CostConstants(Constants):
 
         Every sequence on its own, without a rank to share it, with all its transfers by the
         slowest link and with the waits of `world_size` ranks, takes at least as long as any plan.
-        lengths: tokens of each sequence.
+        lengths: tokens per sequence.
         """
         if not len(lengths):
             return
@@ -182,7 +182,7 @@ class CostConstants(Constants):
 
     def check_images(self, images: Sequence[ImageSize]) -> None:
         """Raise ValueError unless the tower's seconds for all images of a step, on one rank, can
-        be counted like those of its sequences."""
+        be counted, with the same limit as for sequences."""
         if self.tower is None:
             return
         seconds = sum(self.tower.image_ns(image) for image in images) / 1e9
@@ -194,8 +194,8 @@ class CostConstants(Constants):
             )
 
     def experts_text(self, world_size: int, *, before: str = "") -> str:
-        """Return how experts lie over ranks, in words; "" where none lie on several. before: a
-        prefix."""
+        """Return the distribution of experts over ranks, in words; "" if every rank computes its
+        own tokens. before: a prefix."""
         return "" if self.experts is None else f"{before}{self.experts.text(world_size)}"
 
     # ---- JSON

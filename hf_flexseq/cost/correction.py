@@ -5,22 +5,22 @@ micro-batch is one equation for the factors: the terms that the estimate has for
 seconds that it took.
 
 Ranks that *meet* in a micro-batch, in groups of several ranks or under `lockstep` all together,
-wait for each other in every layer and take as long as the slowest of them. What a rank measures
-begins when it arrives, so that it may have waited for others: a meeting begins when its last rank
-arrives, by the sums of what each rank has measured before.
+wait for each other in every layer and take as long as the slowest of them. A rank's measurement
+begins when it arrives, and may include waiting for others: a meeting begins when its last rank
+arrives, by the sums of each rank's earlier measurements.
 
 The factors minimise the squared relative errors of the equations, where large errors count
-linearly (Huber), plus a penalty on what each factor changes besides the common one, by which the
+linearly (Huber), plus a penalty on each factor's distance from the common one, by which the
 estimate is too low or too high as a whole. Micro-batches that are all alike say nothing of single
 terms and move the common factor alone: the estimate decides the ratios then.
 
-The penalty counts a factor's distance times the share that its term has of the seconds: launches
-and links of a group may take many times what was estimated, and that is as cheap to say as a
-linear layer's few percent. With a penalty on bare distances such terms kept their estimate, and
-steps of five small models were off by 5.2 % instead of 4.1 % on average at the median.
+The penalty counts a factor's distance times its term's share of the seconds: launches and links
+of a group may take many times their estimate, at no higher penalty than a few percent of a linear
+layer. With a penalty on bare distances such terms kept their estimate, and steps of five small
+models were off by 5.2 % instead of 4.1 % on average at the median.
 
 Rejected: SciPy's `nnls`, a dependency for thirty lines. Rejected: clipping of plain least squares,
-whose other unknowns then compensate for what was clipped.
+whose other unknowns then compensate for the clipped ones.
 """
 
 import logging
@@ -63,7 +63,7 @@ ROUNDS = 10  # of weights for large errors
 
 
 class Observation(NamedTuple):
-    """What a meeting, or a step, was estimated to take and what it took."""
+    """The estimated terms of a meeting, or of a step, and its measured seconds."""
 
     terms: FloatArray
     """[all terms] seconds by the estimate."""
@@ -91,7 +91,7 @@ class Correction(NamedTuple):
 
 
 def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:
-    """Return `cost` with each of its terms, and the bytes of a token, multiplied by its factor.
+    """Return `cost` with each of its terms, and the bytes per token, multiplied by its factor.
 
     factors: [FACTORS]
     """
@@ -153,7 +153,7 @@ class MeasuredStep(NamedTuple):
 
     micro_batches: Sequence[MicroBatch]
     lengths: Sequence[int]
-    """Tokens of each sequence, by id, with their shares; see `cost/lengths.py`."""
+    """Tokens per sequence, by id, with their shares; see `cost/lengths.py`."""
     sync: str
     seconds: Sequence[Sequence[float]]
     """Of each meeting of each micro-batch, see `meeting_seconds`."""
@@ -190,8 +190,9 @@ class MeasuredStep(NamedTuple):
         return cls(plan.micro_batches, lengths_of(plan), sync, seconds, tower_s, step.passes > 1)
 
     def observations(self, cost: CostModel, topology: Topology) -> list[Observation]:
-        """Return what the estimate `cost` says of each meeting; of the whole step where its parts
-        are not known, as with images, which are encoded within some micro-batches."""
+        """Return an observation of each meeting, with its terms by the estimate `cost`; one of the
+        whole step where its parts are not known, as with images, which are encoded within some
+        micro-batches."""
         found = []
         longest = []  # of each micro-batch
         for micro_batch, of_batch in zip(self.micro_batches, self.seconds, strict=True):
@@ -237,7 +238,7 @@ def learned_from(
 
 
 def fit(observations: Sequence[Observation]) -> Correction:
-    """Return the factors of the terms by which the estimate takes what was observed. Raises
+    """Return the factors of the terms that fit the estimate to the observed seconds. Raises
     ValueError without an observation."""
     if not observations:
         raise ValueError("no micro-batch has seconds to fit a cost model to")

@@ -1,10 +1,10 @@
 """Nanoseconds of groups, micro-batches and whole steps by a cost model.
 
-    group       the sum over its sequences, and what it waits for besides them
+    group       the sum over its sequences, plus its waits
     rank        the sum over its groups
-    lockstep    a micro-batch takes as long as its slowest rank, and the constant; where experts
-                lie on several ranks, as long as the slowest expert group (`experts.py`)
-    free        ranks meet only inside groups, so each has a clock of its own
+    lockstep    a micro-batch takes as long as its slowest rank, and the constant; with experts on
+                several ranks, as long as the slowest expert group (`experts.py`)
+    free        ranks meet only inside groups, so each has a separate clock
 
 The cost of one sequence is `CostModel.sequences_ns`. `view/closed_form.py` draws a step with the
 same nanoseconds.

@@ -1,15 +1,15 @@
-"""Seconds of experts that lie on several ranks, by micro-batch.
+"""Seconds of experts on several ranks, by micro-batch.
 
 An *expert group* is `ranks` neighbouring ranks that hold a model's experts together. Between two
 layers of attention every rank of it sends its tokens to the ranks of their experts, and gets them
-back. With n the tokens of the group, m those of its fullest rank, e its ranks, f the imbalance,
+back. With n the group's tokens, m the tokens on its fullest rank, e its ranks, f the imbalance,
 and t, c and v the constants below, a micro-batch takes the group
 
     f t n / e  +  c (e - 1) / e  max(m, f n / e) / v
 
-beside what its ranks do for themselves: the busiest rank computes f times the mean, a rank sends
-what it has, and receives what it computes. The group waits for its slowest rank in every layer,
-so that a micro-batch takes as long as
+besides its ranks' own work: the busiest rank computes f times the mean, and a rank sends its own
+tokens and receives the tokens for its experts. The group waits for its slowest rank in every
+layer, so a micro-batch takes as long as
 
     the slowest rank's own work + the seconds above,    of the slowest group
 
@@ -36,7 +36,7 @@ IMBALANCE = 1.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayers(Constants):
-    """Constants of all layers whose experts lie on the ranks of an expert group."""
+    """Constants of all layers with experts on the ranks of an expert group."""
 
     what: ClassVar[str] = "the experts of a cost model"
 
@@ -66,8 +66,8 @@ class ExpertLayers(Constants):
     def groups_ns(self, rank_tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the nanoseconds of each expert group in a micro-batch, [expert groups].
 
-        rank_tokens: [world_size] tokens of each rank. Raises ValueError unless `ranks` divides
-        their number.
+        rank_tokens: [world_size] tokens per rank. Raises ValueError unless `ranks` divides the
+        world size.
         """
         self.check_ranks(len(rank_tokens))
         tokens = np.asarray(rank_tokens, dtype=np.float64).reshape(-1, self.ranks)
@@ -96,7 +96,7 @@ class ExpertLayers(Constants):
     # ---- words
 
     def text(self, world_size: int) -> str:
-        """Return how experts lie over ranks, in words."""
+        """Return the distribution of experts over ranks, in words."""
         groups = world_size // self.ranks
         return (
             f"experts in {groups:,} group{'s' * (groups != 1)} of {self.ranks} ranks "

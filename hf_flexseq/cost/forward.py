@@ -19,7 +19,7 @@ SHARES = dict.fromkeys(TERMS, 1 / LINEAR_PASSES) | {
 def forward_only(cost: CostModel) -> CostModel:
     """Return the cost model of forwards alone, from a cost model of forwards and backwards.
 
-    Bytes of memory stay: the most tokens of a rank are what they are in training.
+    Bytes of memory stay: a rank has room for as many tokens as in training.
     """
     return replace(
         scaled(cost, [SHARES[name] for name in TERMS]),

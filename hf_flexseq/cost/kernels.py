@@ -11,8 +11,8 @@ Both are returned as *squares*: the tokens squared that an endless sequence has 
 same time, of which a cost model knows the seconds (`attention_s`). Without a kernel a sequence of
 s tokens has s^2, and a call across has 2 q k.
 
-A causal sequence of `own_paces[0]` tokens and more is a call of its own, which another kernel
-computes at a pace of its own.
+A causal sequence of `own_paces[0]` tokens and more has a separate call, which another kernel
+computes at its own pace.
 
 The numbers of FlashAttention-2, and of torch's varlen kernel, which is the same code, are fitted
 to calls of one sequence of 32,768 tokens and of 256 of 128 tokens on an H100
@@ -46,7 +46,7 @@ class AttentionKernel(Constants):
     tile: Tokens
     """Keys, or queries, that a block walks over at once."""
     block_tiles: Amount
-    """Tiles that take as long as what a block does besides its tiles."""
+    """Time that a block takes besides its tiles, in tiles."""
     own_paces: tuple[tuple[Whole, Positive], ...] = ()
     """(tokens, pace over an endless tile's), ascending, of causal sequences in calls of their
     own, which begin with the first of them; () where all sequences share a call."""
@@ -79,14 +79,14 @@ class AttentionKernel(Constants):
         return self._squares(rows * np.ceil(k / self.tile), rows)
 
     def most_more(self, tokens: float, calls: float) -> float:
-        """Return the squares that blocks and tiles cost besides those of their pairs, at most, for
-        so many tokens in so many calls."""
+        """Return the most squares that blocks and tiles cost in addition to their pairs, for so
+        many tokens in so many calls."""
         of_block = 1 + self.block_tiles
         area = 2.0 * self.block * self.tile
         return 2.0 * tokens * (self.tile * of_block + self.block) + area * of_block * calls
 
     def _squares(self, tiles: FloatArray, blocks: FloatArray) -> FloatArray:
-        """Return what blocks with so many tiles in all take, [sequences]."""
+        """Return the squares of blocks with so many tiles in all, [sequences]."""
         return 2.0 * self.block * self.tile * (tiles + self.block_tiles * blocks)
 
 

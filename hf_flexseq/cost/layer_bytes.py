@@ -1,9 +1,9 @@
 """Bytes of activations, computed from a model's sizes, for a decoder layer as transformers writes
 it: norms in float32, a gated MLP or experts, residual sums.
 
-With h the width of hidden states, i that inside of the MLP (e of an expert, a of which work on a
-token), q of all queries, k of all keys, b the bytes of a number and w those of one between layers,
-a layer keeps for each token
+With h the width of hidden states, i the width inside of the MLP (e inside of an expert, of which a
+work on a token), q the width of all queries, k of all keys, b the bytes of a number and w the
+bytes of a number between layers, a layer keeps for each token
 
     two norms        2 (4 h + w h)         the input in float32, and the normalised rows
     their results    2 b h                 inputs of the projections, and of the MLP; under
@@ -11,7 +11,7 @@ a layer keeps for each token
     norms of heads   (4 + b) (q + k)       where queries and keys are normalised
     attention        b (2 q + 2 k) + lse   queries, output, keys and values
     MLP              4 b i                 gate, its activation, the other half, their product
-    experts          a b (2 h + 4 e)       the same of each, what it is given and what it gave
+    experts          a b (2 h + 4 e)       the same of each, its input and its output
 
 Its backward holds its input and the gradient of its output besides, and at its peak
 
@@ -19,13 +19,13 @@ Its backward holds its input and the gradient of its output besides, and at its 
                                            instead of it; of experts 3 a b h, of their rows
     in a norm        16 h                  gradients in float32; nothing of the MLP any more
 
-Where experts lie on several ranks, the busiest rank computes more tokens than its own. It holds so
-many times the rows of experts, but for one of 2 h: what experts gave goes back to the rank of the
-token (`with_uneven_experts`).
+With experts on several ranks, the busiest rank computes more tokens than its own. It holds so many
+times the rows of experts, except for one of 2 h: the outputs of experts go back to the token's
+rank (`with_uneven_experts`).
 
-The loss needs 24 h for the last norm. Against what is counted of the layers themselves in bfloat16
-(`scripts/benchmarks/results/activation_bytes_2026-11-26.md`) the bytes of a token are within 1 %
-for Llama-3.1-8B, Qwen3-8B and Qwen3-30B-A3B. They are a quarter too few for Gemma 3, which has
+The loss needs 24 h for the last norm. Compared with counts on the layers themselves in bfloat16
+(`scripts/benchmarks/results/activation_bytes_2026-11-26.md`), bytes per token are within 1 % for
+Llama-3.1-8B, Qwen3-8B and Qwen3-30B-A3B. They are a quarter too few for Gemma 3, which has
 twice the norms, and for gpt-oss, whose experts clamp both halves, and up to a half for models with
 scans.
 
@@ -66,8 +66,8 @@ def activations_of(
 ) -> Activations:
     """Return the activations of a model on a device, where the user recomputes all layers or none.
 
-    mixer_bytes: of a token, what the attention or the scan of a layer keeps with its output, on
-    the mean. output_bytes: its output and log-sum-exps.
+    mixer_bytes: mean bytes per token that a layer's attention or scan keeps, its output included.
+    output_bytes: mean bytes per token of its output and log-sum-exps.
     """
     between = shape.hidden_bytes or shape.dtype_bytes  # bytes of a number between layers
     layer = _layer(shape, between, mixer_bytes=mixer_bytes, output_bytes=output_bytes)
@@ -121,7 +121,7 @@ def _layer(
 
 
 def with_uneven_experts(layer: LayerBytes, shape: ModelShape, imbalance: float) -> LayerBytes:
-    """Return the bytes of a token in a layer with experts on several ranks, on the rank that
+    """Return the bytes per token in a layer with experts on several ranks, on the rank that
     computes `imbalance` times the mean. layer: where every rank computes its own tokens."""
     rows = shape.active_experts * shape.dtype_bytes * shape.hidden
     kept = (EXPERT_ROWS - 1) * rows + MLP_ROWS * shape.dtype_bytes * shape.intermediate

@@ -21,7 +21,7 @@ from hf_flexseq.plan.units import Unit
 
 
 class Lengths(tuple[int, ...]):
-    """Tokens of each sequence by id, some of which are units or see both ways."""
+    """Tokens per sequence, by id; some sequences are units or see both ways."""
 
     shares: tuple[float, ...]
     """Share of the causal pairs that each has."""

@@ -6,9 +6,9 @@ of `constants.py`, takes each of them the sum of its *terms* (`TERMS`):
     token        linear_s s / d
     attention    attention_s x squares of the busiest rank (`kernels.py`)
     all_to_all   all_to_all_bytes s / (d v)                             Ulysses, hybrids
-    ring         what attention does not hide of traffic s / (d v)      rings, hybrids
+    ring         traffic s / (d v) that attention does not hide         rings, hybrids
     states       summary_bytes x summaries / v                          where recurrent layers are
-    copies       pass_s x passes s / d                                  what is packed and merged
+    copies       pass_s x passes s / d                                  packing and merging
 
 with v the bytes/s of the group. Squares are, for a causal sequence of s tokens c(s) and for q
 queries that read k keys a(q, k), without a kernel s^2 and 2 q k,
@@ -19,14 +19,14 @@ queries that read k keys a(q, k), without a kernel s^2 and 2 q k,
     hybrid            a ring over nodes, with the heads of a node divided over its ranks
 
 A group takes the sum of its sequences and its *waits*: launches, posts, and the latency of
-transfers. A device with a host of its own hides them under the group's attention and transfers
-(`overlap`). A micro-batch takes its slowest rank and a constant (`evaluate.py`), and experts on
-several ranks what they take together (`experts.py`).
+transfers. A device with a separate host hides them under the group's attention and transfers
+(`overlap`). A micro-batch takes its slowest rank and a constant (`evaluate.py`), plus the joint
+seconds of experts on several ranks (`experts.py`).
 
 * Ring transfers overlap with the attention they feed (LightSeq, arXiv 2310.03294, section 3.2).
-  Heads are exchanged before and after it, so that nothing hides them.
+  Heads are exchanged before and after attention, and nothing hides them.
 * Layers with a window or a chunk, and scans, do work that grows with the tokens: it is part of
-  `linear_s`. Halos are not priced. What ranks exchange for scans is, since it decides: the
+  `linear_s`. Halos are not priced. Exchanges for scans are, because they change decisions: the
   summaries of all segments before a rank's own, and in the backward of all behind.
 * A rank holds token_bytes x tokens + state_bytes + sharded_state_bytes / ranks, at most
   budget_bytes.
@@ -35,7 +35,7 @@ The formula is FlexSP's (arXiv 2412.01523, equations 11 to 14), with kernels, he
 and unsharded states added. Rejected: the factor (d - 1)/d on all-to-all bytes, which the published
 numbers were fitted without. Rejected: counts of launches, pieces of heads, the pairs and halos of
 each kind of layer, second passes of scans: without them plans take 0.2 % longer by a model that
-has them. All decisions use whole nanoseconds, so that sums do not depend on their order or on the
+has them. All decisions use whole nanoseconds, so sums do not depend on their order or on the
 machine.
 """
 
@@ -115,7 +115,7 @@ class CostModel(CostConstants):
     def strategies(self, strategy: str) -> tuple[str, ...]:
         """Return the strategies that groups of two ranks and more may use.
 
-        strategy: `auto`, one strategy, or what `allowed` returns. Raises ValueError for a strategy
+        strategy: `auto`, one strategy, or a result of `allowed`. Raises ValueError for a strategy
         that this model cannot price.
         """
         if strategy in ("auto", WITH_HYBRIDS) and self.ring_bytes is None:
@@ -147,7 +147,7 @@ class CostModel(CostConstants):
         return looked_up(self.bandwidths, degree, spans_nodes)
 
     def trip_bytes(self) -> float:
-        """Return the bytes of a token's keys and values on one trip, all layers. Raises ValueError
+        """Return the bytes per token of keys and values on one trip, all layers. Raises ValueError
         for a model that does not know them."""
         if self.ring_bytes is None:
             raise ValueError(
@@ -272,7 +272,8 @@ class CostModel(CostConstants):
         return bool(self.group_s or self.group_rank_s or self.summary_bytes)
 
     def waits(self, degree: int, strategy: str, spans_nodes: bool) -> Waits:
-        """Return the waits of `degree` ranks; the micro-batch's constant has those of one rank."""
+        """Return the waits of `degree` ranks; 0 for one rank, whose waits are in the micro-batch's
+        constant."""
         if degree == 1:
             return Waits(0, 0)
         ring = degree if strategy in RINGS else 0

@@ -1,10 +1,9 @@
-"""Correct the bytes of a token by what a device has held of micro-batches that have run.
+"""Correct the bytes per token by a device's measured peak in micro-batches that have run.
 
 Bytes of activations are counted or computed before a run. Kernels and code that the count does not
-know keep more or less. A device that reports its peak says how much, as a share of what was
-predicted:
+know keep more or less. A device that reports its peak says how much, as a share of the prediction:
 
-    share = (peak - bytes allocated before) / (tokens of the rank x bytes of a token)
+    share = (peak - bytes allocated before) / (tokens of the rank x bytes per token)
 
 A micro-batch says nothing if little of the memory was to be filled, since buffers that do not grow
 with the tokens would count as theirs, nor if it has left much behind, such as the first gradients,
@@ -53,7 +52,7 @@ def peak_share(
 
 
 def with_measured_peak(cost: CostModel, share: float) -> CostModel:
-    """Return `cost` with the bytes of a token that devices have held, under every choice.
+    """Return `cost` with the bytes per token that devices have held, under every choice.
 
     share: the highest one by `peak_share` and this `cost`; 0.0 for none, which changes nothing.
     """

@@ -62,7 +62,7 @@ class ModelShape:
     head_dim: int
     """Width of a head; where layers differ, the largest."""
     intermediate: int
-    """Width inside the MLP; with experts, the sum over those of one token."""
+    """Width inside the MLP; with experts, the sum over one token's experts."""
     vocab: int
     """Tokens of the vocabulary."""
     params: int
@@ -70,8 +70,8 @@ class ModelShape:
     dtype_bytes: int = 2
     """Bytes of one activation."""
     hidden_bytes: int | None = None
-    """Bytes of one number between layers, under autocast those of a weight; None: of an
-    activation."""
+    """Bytes of one number between layers, under autocast as many as of a weight; None: as many as
+    of an activation."""
     reaches: tuple[tuple[int, Reach], ...] = ()
     """(layers, reach) of layers with a window or a chunk; all others read all keys."""
     recurrent: tuple[tuple[int, RecurrentShape], ...] = ()
@@ -126,7 +126,7 @@ class ModelShape:
 
     def with_adapters(self, rank: int) -> "ModelShape":
         """Return the sizes of this model, frozen, with LoRA adapters of a rank at all matrices of
-        its layers but those of experts; weights have the bytes of an activation."""
+        its layers except experts; weights have the bytes of an activation."""
         widths = 0  # into and out of all adapted matrices
         for layers, _, heads in self.attention_layers():
             of_query = 2 * (self.hidden + heads.query_width)  # and of the output

@@ -86,15 +86,15 @@ class FsdpFigures(Constants):
     what: ClassVar[str] = "the figures of FSDP2"
 
     free_bytes: Annotated[float, Bounds(least=-MAX_BYTES)]
-    """Bytes of a rank besides its share of the model's state; negative if that is too much."""
+    """Bytes per rank besides its share of the model's state; negative if that is too much."""
     token_bytes: Positive
-    """Activation bytes of a token."""
+    """Activation bytes per token."""
     parameter_bytes: Amount
     """Bytes of all parameters as they are gathered."""
     gradient_bytes: Amount
     """Bytes of the gradients of all trained parameters, before they are scattered."""
     trip_s: Seconds
-    """Seconds of a trip, 0 if the cost model's seconds of a micro-batch leave it out."""
+    """Seconds per trip, 0 if the cost model's seconds per micro-batch leave it out."""
 
     # ---- memory
 
@@ -108,7 +108,8 @@ class FsdpFigures(Constants):
         return held
 
     def tokens_beside(self, policy: FsdpPolicy) -> int:
-        """Return the maximum tokens of a rank besides what the policy holds; below 1 for none."""
+        """Return the most tokens per rank that fit besides the policy's held bytes; below 1 for
+        none."""
         return int((self.free_bytes - self.held_bytes(policy)) // self.token_bytes)
 
     # ---- the choice
@@ -141,11 +142,11 @@ class FsdpFigures(Constants):
         max_tokens_per_rank: int | None,
     ) -> list[tuple[FsdpPolicy, int]]:
         """Return the policies that promise to be faster than the plain one, the fastest first,
-        each with the most tokens of a rank.
+        each with the most tokens per rank.
 
-        The promise counts what micro-batches cost whatever is in them, and the fewest of them
-        that can hold all tokens. max_tokens_per_rank: the user's bound, which stays as it is:
-        then a policy must leave room for it. None for no bound.
+        The promise counts the constants of the fewest micro-batches that can hold all tokens, and
+        their trips. max_tokens_per_rank: the user's bound, which stays as it is: then a policy
+        must leave room for it. None for no bound.
         """
         plain_tokens = max_tokens_per_rank or cost.max_tokens_per_rank(world_size)
         plain_s = self._least_s(PLAIN, sum(lengths), plain_tokens * world_size, cost)
@@ -224,7 +225,8 @@ def shards_span_nodes(topology: Topology, replicas: int) -> bool:
 
 
 def replicated(cost: CostModel, replicas: int) -> CostModel:
-    """Return `cost` where so many replicas each hold what otherwise all ranks hold together."""
+    """Return `cost` with the sharded state held by each of so many replicas, instead of once by
+    all ranks together."""
     if replicas == 1:
         return cost
     return replace(cost, sharded_state_bytes=cost.sharded_state_bytes * replicas)

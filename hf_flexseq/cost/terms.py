@@ -1,5 +1,7 @@
-"""The price of a micro-batch as a sum of terms, one for each number behind it: what pictures show
-and what a fit compares with measured seconds (`correction.py`)."""
+"""The price of a micro-batch as a sum of terms, one for each number behind it.
+
+Pictures show these terms, and a fit compares them with measured seconds (`correction.py`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,8 +25,8 @@ LEAST_FACTOR = 1e-3
 def term_seconds(
     cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> FloatArray:
-    """Return the seconds of each term on each rank in a micro-batch, [world_size, TERMS]; a row's
-    sum is what the rank takes. lengths: tokens of every sequence of the plan, by id."""
+    """Return the seconds of each term on each rank in a micro-batch, [world_size, TERMS]; a row
+    sums up to the rank's seconds. lengths: tokens per sequence of the plan, by id."""
     cost = with_choice(cost, micro_batch.memory)
     terms = np.zeros((topology.world_size, len(TERMS)))
     terms[:, 0] = cost.micro_batch_s

@@ -113,7 +113,7 @@ class TowerCost(Constants):
     # ---- images
 
     def tokens(self, patches: int) -> int:
-        """Return the tokens that stand for an image of so many patches, at least 1."""
+        """Return the tokens of an image of so many patches, at least 1."""
         return math.ceil(patches / self.patches_per_token)
 
     def image_ns(self, image: ImageSize) -> int:

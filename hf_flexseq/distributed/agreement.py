@@ -1,15 +1,15 @@
 """Makes an error that one rank alone has met an error of all ranks.
 
-A rank that raised alone would leave the others waiting for it until their timeout, for a reason
-that they never learn.
+A rank that raised alone would leave the others waiting until their timeout, and they would never
+learn the reason.
 
     with ErrorCapture() as reading:
         text = Path(name).read_text()
     reading.raise_on_all_ranks(cpu_group.gather_values, "reading the file")
 
 1. `ErrorCapture` keeps the error that its block raises. The block exchanges nothing.
-2. All ranks show each other what they have kept, in an exchange made for it, or, where an exchange
-   follows anyway, only after that one has told them that some rank has failed.
+2. All ranks show each other their kept errors, in an extra exchange or, where an exchange follows
+   anyway, only after that one has told them that some rank has failed.
 3. The error of the first rank that failed is raised on all of them, in one line.
 
 Rejected: an exchange at the end of the block itself, which would hide a collective in the closing
@@ -57,7 +57,7 @@ class ErrorCapture:
     def raise_on_all_ranks(self, gather: Gather, doing: str) -> None:
         """Return when no rank has failed; otherwise raise on all ranks. Collective over the world.
 
-        The error names the first rank that failed, what it was `doing`, and its cause; on a rank
+        The error names the first rank that failed, its task (`doing`), and its cause; on a rank
         that failed its own error is the cause of it. Where all ranks have failed alike each raises
         its own error, as it is.
         """

@@ -1,7 +1,7 @@
 """The ranks of a job as attention sees them: who is near, and how messages reach them.
 
-Below is a transport (`transport.py`), which moves tensors and knows nothing of plans. Here is what
-plans ask of it:
+Below is a transport (`transport.py`), which moves tensors and knows nothing of plans. This module
+has the operations that plans need:
 
     Communicator    this rank, the topology, and the lanes that messages take
     Transfers       some sends and receives, posted at once and waited for once
@@ -12,8 +12,8 @@ one in a step can hang a job. Messages take one of two lanes, opened at the star
     inside nodes     between ranks of a node
     between nodes    between ranks of different nodes, which would hold up those inside
 
-Where a collective is faster than many messages, the aligned blocks of the topology have a group of
-their own (`open_blocks`), made at the start, too, for the degrees that plans may use.
+Where a collective is faster than many messages, each aligned block of the topology has a group
+(`open_blocks`), made at the start, too, for the degrees that plans may use.
 """
 
 from collections import Counter
@@ -166,8 +166,8 @@ class Transfers:
     ) -> None:
         """Post contiguous tensors to and from global ranks, each a (tensor, peer).
 
-        Nothing is posted for a tensor without elements, which both sides know. Several tensors for
-        one peer must stand in the same order on both sides; they take the tags from `tag` on.
+        Nothing is posted for a tensor without elements, which both sides know. Both sides must
+        list several tensors for one peer in the same order; they take the tags from `tag` on.
         """
         # 1. the messages of each lane
         sends_by_lane: dict[Lane, list[Message]] = {}

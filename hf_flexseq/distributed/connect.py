@@ -6,8 +6,8 @@ Backends are asked for by device, never by the name of the job's group: that may
 A process may have any number of trainers, one after the other. They share one transport, and with
 it all groups and lanes, as long as the job's own process group lives.
 
-What one machine alone does not allow is refused on all ranks. They have no group of their own yet,
-so they exchange the refusal in the store of the job's rendezvous.
+If one machine alone allows too few descriptors, all ranks refuse. hf_flexseq has no groups yet
+then, so ranks exchange the refusal in the store of the job's rendezvous.
 """
 
 import json
@@ -40,7 +40,7 @@ def connect(device: torch.device | None = None, *, timeout: timedelta | None = N
     device: None takes the current CUDA device if the job has a backend for it, else the CPU.
     timeout: of every exchange; None takes the job's own.
     Raises ValueError for a timeout that is not positive, for a device whose backend cannot carry
-    what plans need, and, on all ranks, where one of them may not open enough descriptors.
+    the exchanges of plans, and, on all ranks, where one of them may not open enough descriptors.
     """
     global _job
     if timeout is not None and timeout <= timedelta(0):
@@ -72,7 +72,7 @@ def connect(device: torch.device | None = None, *, timeout: timedelta | None = N
 def _gather_in_store(value: Any) -> list[Any]:
     """Return the value of every rank, by rank: plain JSON values. Collective over the world.
 
-    Rank 0 collects them, so that the work grows with the number of ranks and not with its square.
+    Rank 0 collects them: the work grows with the number of ranks, not with its square.
     """
     store = dist.distributed_c10d._get_default_store()
     name = f"hf_flexseq/{next(_exchanges)}"
@@ -87,7 +87,7 @@ def _gather_in_store(value: Any) -> list[Any]:
 
 
 def capabilities_on(device: torch.device) -> Capabilities:
-    """Return what `connect(device)` would promise. Makes nothing, and raises what that would."""
+    """Return the promises of `connect(device)`. Makes nothing, and raises the same errors."""
     if _is_alone():
         return LoneTransport.capabilities
     job = dist.distributed_c10d._get_default_group()

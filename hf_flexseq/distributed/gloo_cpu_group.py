@@ -40,10 +40,10 @@ class GlooCpuGroup(CpuGroup):
     """Exchanges on the CPU over a gloo group of all ranks.
 
     Every exchange, except of rows, begins with a meeting: each rank sends every other one a
-    message of its own, with the size of its value and, among few ranks, a short value itself. So
-    all others know the number of a rank that does not come. In a collective ranks wait for each
-    other in a chain, and no rank learns which one broke it: it carries what is too long for a
-    message.
+    separate message, with the size of its value and, among few ranks, a short value itself. So
+    all others know the number of a rank that does not come. Values too long for a message travel
+    in a collective, where ranks wait for each other in a chain and cannot tell which one broke
+    it.
     """
 
     __slots__ = ("_group", "_own_work", "_rank", "_room", "_world_size")
@@ -143,8 +143,8 @@ class GlooCpuGroup(CpuGroup):
     # ---- how
 
     def _meet(self, data: bytes) -> "_Meeting":
-        """Send every rank the size of `data`, and `data` itself if there is room for it. Returns
-        what all ranks have sent.
+        """Send every rank the size of `data`, and `data` itself if it fits into the message.
+        Returns the messages of all ranks.
 
         Raises LostRank that names the ranks which are gone, or the first one that is silent.
         """

@@ -1,10 +1,10 @@
 """The ranks of each machine.
 
-1. All ranks gather what their launcher has set (LOCAL_WORLD_SIZE, by torchrun and accelerate), and
-   the name of their host.
+1. All ranks gather the number of ranks per node that their launcher has set (LOCAL_WORLD_SIZE, by
+   torchrun and accelerate), and the name of their host.
 2. If launchers set nothing (srun, mpirun), ranks with the same host name share a node.
 3. Otherwise the launcher's number counts, and ranks of a node must have the same host name. Two
-   nodes may have one name, since they may be emulated on one machine.
+   nodes may have one name: they may be emulated on one machine.
 
 All ranks see the same answers, so all of them refuse an impossible topology, or none.
 """
@@ -81,9 +81,9 @@ def ranks_of_machine() -> int:
 
 
 def last_error(said: str) -> str:
-    """Return the last error in what the ranks of a launcher have said on stderr, as one line.
+    """Return the last error that the ranks of a launcher have written to stderr, as one line.
 
-    Returns their last lines where none is an error, and "" where they said nothing.
+    said: everything on stderr. Returns the last lines where none is an error, and "" for no text.
     """
     lines = [RANK_PREFIX.sub("", line).strip() for line in said.splitlines()]
     for line in reversed(lines):

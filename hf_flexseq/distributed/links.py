@@ -1,9 +1,9 @@
 """Links between neighbouring stages of a pipeline: one lane per pair and direction.
 
 On a transport that carries out the posts of a lane one after the other, a receive that was posted
-early, for what a neighbour sends much later, would hold back a send that this neighbour waits for.
-So each link is a lane of its own, on which one side only sends and the other side only receives,
-in one order that both take from the plan.
+long before the neighbour's send would hold back a send that this neighbour waits for. So each link
+is a separate lane, on which one side only sends and the other side only receives, in one order
+that both take from the plan.
 
     rank of stage s   -- to_after:  hidden states -->   rank of stage s + 1
                       <-- from_after: gradients ------

@@ -11,10 +11,10 @@ message between the pairs that plans use again and again (`open_lane` is told th
 
 Streams have a high priority, as FSDP2's have: a kernel of attention that is launched behind a post
 would otherwise take all multiprocessors, and the transfer begin with its last wave. Thread blocks
-of transfers come one by one (`cga_cluster_size`), so that they fit into what is left.
+of transfers come one by one (`cga_cluster_size`) to fit into the remaining multiprocessors.
 
-When a rank is lost NCCL's `wait` does not fail: the process is ended by a watchdog after the
-timeout, without a word about who was lost. The CPU group, over gloo, names it.
+When a rank is lost NCCL's `wait` does not fail: a watchdog ends the process after the timeout and
+does not say which rank was lost. The CPU group, over gloo, names it.
 """
 
 from collections.abc import Sequence

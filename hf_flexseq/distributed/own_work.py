@@ -8,7 +8,7 @@ the others' exchange must not time out for that. So before such an exchange ever
                              then the rank waits, outside of any collective, for all others
 
 All of it goes through the job's store, a dictionary that all ranks share. When a rank has given no
-sign of life for some seconds, it is gone, or stands still in a library that lets no other thread
+sign of life for some seconds, it is gone, or hangs in a library that lets no other thread
 run. Then the others go on to the exchange, which names a rank that is lost and waits for another
 as long as its timeout.
 """

@@ -1,7 +1,7 @@
 """Groups and posts of all transports over torch.distributed.
 
-Groups are made once per process and kept as long as the job's own group lives, so that any number
-of trainers in one process share them (`connect.py`).
+Groups are made once per process and kept as long as the job's own group lives: any number of
+trainers in one process share them (`connect.py`).
 """
 
 import resource

@@ -30,8 +30,8 @@ def sum_gradients(
     Collective over the group. group: None for this rank alone.
 
     A parameter without a gradient counts as zeros. Of a sharded one this rank's rows are summed:
-    the ranks of the group must hold the same rows. Gradients are divided before the sum, so that
-    an average cannot overflow on its way.
+    the ranks of the group must hold the same rows. Gradients are divided before the sum, so an
+    average cannot overflow on its way.
     """
     gradients = []
     for parameter in parameters:

@@ -13,7 +13,7 @@ A transport moves tensors in two ways:
 
 and Python values between CPUs, by its `cpu_group`.
 
-A lane is a queue of its own. On a transport that is *ordered* a lane carries out its posts in the
+A lane is a separate queue. On a transport that is *ordered* a lane carries out its posts in the
 order in which they were posted, and a post is over when all of its messages are: a post that waits
 for a slow link delays all later ones of the lane. So links of different speed have
 different lanes. There messages between two ranks match in the order of the posts, whatever their
@@ -21,7 +21,7 @@ tags are. On a transport that is not ordered posts are independent, and messages
 
 Three rules hold for posts on every transport:
 
-* What is received must not be read before `wait`, and what is sent must not be changed before it.
+* Received tensors must not be read, and sent tensors must not be changed, before `wait`.
 * Every post is waited for exactly once.
 * All ranks post their messages in one order that they all take from the plan. Every plan then
   completes even if a rank executes its posts strictly in sequence across all lanes
@@ -148,7 +148,7 @@ class Pending(Protocol):
     """Something that was posted."""
 
     def wait(self) -> None:
-        """Wait until it is over, exactly once. What was received may be read from then on.
+        """Wait until it is over, exactly once. Received tensors may be read from then on.
 
         Raises LostRank, naming this rank, the peers and the messages, when it fails or takes
         longer than the transport's timeout; a transport that waits on a stream cannot tell then.
@@ -247,9 +247,9 @@ class CpuGroup(abc.ABC):
         """Replace a CPU tensor of any shape by its sum over the ranks."""
 
     def own_work(self, what: str) -> AbstractContextManager[None]:
-        """Surround what this rank does for itself, such as reading its data, before an exchange.
-        Ranks that are ready wait at its end for the others, however long these take, without being
-        in an exchange; `own_work.py` does so. Does nothing where no exchange has a timeout."""
+        """Surround this rank's own work before an exchange, such as reading its data. Ranks that
+        are ready wait at its end for the others, however long these take, without being in an
+        exchange (`own_work.py`). Does nothing where no exchange has a timeout."""
         return nullcontext()
 
     def barrier(self) -> None:
@@ -288,7 +288,7 @@ class Transport(Protocol):
         """Make a lane for each of some disjoint sets of ranks, and return this rank's, if it has
         one. Collective over the world; a lane that is open already is returned as it is.
 
-        kind: what the lanes are for.
+        kind: the purpose of the lanes.
         parts: global ranks, the same list on all ranks.
         peers: ranks of this rank's lane that it will exchange messages with again and again; it is
             one of theirs, too. Where a first message is slow they are connected at once.
@@ -309,8 +309,8 @@ class Transport(Protocol):
     ) -> Pending:
         """Start some transfers between this rank and others of the lane.
 
-        Several messages for one peer must stand in the same order on both sides. Raises
-        LostRank, as `Pending.wait` does, for a peer that is known to be gone.
+        Both sides must list several messages for one peer in the same order. Raises LostRank, as
+        `Pending.wait` does, if a peer is known to be gone.
         """
 
 

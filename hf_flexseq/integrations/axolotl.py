@@ -46,7 +46,7 @@ _OWN_RL = ("dpo", "ipo", "kto", "grpo", "gdpo")  # losses on log-probabilities o
 
 
 def flexseq_arguments(block: Mapping[str, Any] | None) -> FlexSeqArguments:
-    """Return the options of a `flexseq:` block. Raises what `options_in` raises."""
+    """Return the options of a `flexseq:` block. Raises as `options_in` does."""
     return options_in(block or {}, "axolotl")
 
 
@@ -182,7 +182,7 @@ CONFIGURATION: tuple[Refusal[Any], ...] = (
 
 
 class FlexSeqInput(BaseModel):
-    """What the plugin adds to axolotl's configuration."""
+    """The keys that the plugin adds to axolotl's configuration."""
 
     flexseq: dict[str, Any] | None = None
     """Options of `FlexSeqArguments` by their names."""
@@ -206,14 +206,14 @@ class FlexSeqPlugin(BasePlugin):
         return "hf_flexseq.integrations.axolotl.FlexSeqInput"
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
-        """Return training arguments that take the place of axolotl's own: the loss is a mean over
-        the tokens of all ranks. axolotl always gives every rank's mean the same weight."""
+        """Return training arguments that replace axolotl's own: the loss is a mean over the tokens
+        of all ranks. axolotl always gives every rank's mean the same weight."""
         return {"average_tokens_across_devices": True}
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
-        """Put `FlexSeqMixin` in front of the class of a trainer; return the callback that stands
-        for it. Collective over the world. Raises as `FlexSeqTrainer` does, and
-        NotImplementedError for a trainer of axolotl that was not tried."""
+        """Put `FlexSeqMixin` in front of the class of a trainer; return its callback. Collective
+        over the world. Raises as `FlexSeqTrainer` does, and NotImplementedError for a trainer of
+        axolotl that was not tried."""
         from hf_flexseq.hf.trainer.callback import FlexSeqCallback
         from hf_flexseq.hf.trainer.collators import flexseq_collator
 

@@ -12,7 +12,7 @@ makes the trainer of the class that its `TrainerFactory` names for a task; `regi
 of this module there.
 
 ms-swift's trainer computes the loss, its input and its accuracy from the logits of padded batches.
-`PlannedTrainer` has transformers' own methods in their place; what only ms-swift's loss can do is
+`PlannedTrainer` has transformers' own methods in their place; options of ms-swift's own loss are
 refused.
 
 With `packing` an example is a list of sequences, and with `padding_free` a batch is one row. Rows
@@ -41,7 +41,7 @@ _options: FlexSeqArguments | None = None  # of `register`, which the class is ma
 def register(**options: Any) -> None:
     """Let ms-swift train by planned steps.
 
-    options: fields of `FlexSeqArguments`, by their names. Raises what `options_in` raises.
+    options: fields of `FlexSeqArguments`, by their names. Raises as `options_in` does.
     """
     global _options
     _options = options_in(options, "ms-swift")
@@ -51,7 +51,7 @@ def register(**options: Any) -> None:
 
 
 class RefusedTrainer:
-    """Stands where ms-swift has a trainer whose loss it computes in a way of its own."""
+    """Replaces ms-swift's trainers with other losses, which are refused."""
 
     def __init__(self, *, args: Any, template: Any, **named: Any) -> None:
         """Raises NotImplementedError."""
@@ -94,7 +94,7 @@ class PlannedTrainer(FlexSeqMixin, TransformersLoss):
 
 
 class _Settings(NamedTuple):
-    """What ms-swift makes a trainer of."""
+    """The arguments from which ms-swift makes a trainer."""
 
     model: Any
     args: Any

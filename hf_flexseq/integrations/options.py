@@ -10,7 +10,7 @@ from hf_flexseq.config import FlexSeqArguments, refuse_removed
 
 def options_in(given: Mapping[str, Any], tool: str) -> FlexSeqArguments:
     """Return the options with these values. Raises ValueError for unknown names and for a
-    pipeline, and what `FlexSeqArguments` raises.
+    pipeline, and as `FlexSeqArguments` does.
 
     tool: name of the tool, which loads the model itself.
     """

@@ -3,10 +3,10 @@
     accelerate launch -m hf_flexseq.integrations.trl sft --config config.yaml
 
 `trl sft` starts the script of that name in new processes, and nothing that was changed in the
-first one reaches them. This module is what these processes run instead:
+first one reaches them. These processes run this module instead:
 
-1. The script's own parser reads the options, with those of `FlexSeqArguments` added. Unknown ones
-   are refused; the script itself drops those of a configuration file without a word.
+1. The script's own parser reads the options, and `FlexSeqArguments` adds its own. Unknown options
+   are refused; the script itself silently drops unknown options of a configuration file.
 2. The script's own `main` runs, and finds a trainer with `FlexSeqMixin` in front in `trl`.
 """
 
@@ -56,7 +56,7 @@ class Parser(trl.TrlParser):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one of TRL's training commands. A mistake in its options ends the process with one line.
 
-    argv: the command and its options; None takes those of this process.
+    argv: the command and its options; None takes this process's arguments.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else ""
@@ -79,7 +79,7 @@ def parse(command: str, words: Sequence[str]) -> tuple[Any, ...]:
     """Return the arguments of the script's `main`, and after them the `FlexSeqArguments`.
 
     words: options of the command line; `--config FILE` names a YAML file with more of them.
-    Raises ValueError for unknown options and for a pipeline, and what the options raise.
+    Raises ValueError for unknown options and for a pipeline, and as `FlexSeqArguments` does.
     """
     own = import_module(f"trl.scripts.{command}").make_parser()
     parser = Parser((*own.dataclass_types, FlexSeqArguments), prog=f"trl {command}")

@@ -8,16 +8,16 @@ implementations.
     flash_attn3    FlashAttention-3 from its package, where it is installed, on Hopper
 
 They are compared with `tests/kernels/reference.py`, a plain softmax of each sequence. Each states
-in `capabilities.KernelCapabilities` what holds for every call that it serves; `cuda_flash` is what
-the CUDA builds have in common. `choose.choose_kernel` picks one for a device, a dtype and a head
-size, and says what the others lack; `kinds.choose_kernels` does so for a model whose layers
-differ; `merge.merge_into` merges results over different keys. `fused` is what attention does to
-rows and heads between kernel calls, in torch's operations or as Triton kernels (`triton_fused`).
+its guarantees for every call that it serves in `capabilities.KernelCapabilities`; `cuda_flash`
+holds the common part of the CUDA builds. `choose.choose_kernel` picks one for a device, a dtype
+and a head size, and says why the others do not serve; `kinds.choose_kernels` does so for a model
+whose layers differ; `merge.merge_into` merges results over different keys. `fused` has the
+operations on rows and heads between kernel calls, in torch or as Triton kernels (`triton_fused`).
 `chunked_loss` is the language model's head and loss; `products` adds up products of 16-bit
 matrices in float32.
 
-Notation: Tq query rows and Tk key rows of all sequences together, n and m those of one sequence;
-H query heads, Hkv heads of keys and values, D the head size.
+Notation: Tq query rows and Tk key rows of all sequences together, n query rows and m key rows of
+one sequence; H query heads, Hkv heads of keys and values, D the head size.
 
 Forward and backward are separate plain functions instead of one autograd function, because a
 sequence shared by several ranks needs the log-sum-exp of each block to merge partial results (Ring
@@ -56,7 +56,7 @@ class KernelCall(NamedTuple):
     """True if transfers of this rank are under way."""
 
     def part(self, rows: slice, keys: slice, segments: Segments) -> "KernelCall":
-        """Return the call of some of the sequences, whose rows stand together: views."""
+        """Return the call of some of the sequences, whose rows are adjacent: views."""
         q, k, v = self.q[rows], self.k[keys], self.v[keys]
         return self._replace(q=q, k=k, v=v, segments=segments)
 

@@ -1,11 +1,11 @@
-"""What an attention kernel can do, and why it cannot serve a call.
+"""The capabilities of attention kernels, and the reasons why one cannot serve a call.
 
 Every kernel declares its `KernelCapabilities`. `choose_kernel` asks them for a reason against a
 call, and `flexseq env` prints them. Each kernel answers in its own module if a package is
 installed or an operator exists.
 
-Rejected: trying a kernel and catching its error. Most of what is stated here fails in silence: a
-log-sum-exp of +inf, a gradient that is wrong.
+Rejected: trying a kernel and catching its error. Most unsupported calls fail silently, with a
+log-sum-exp of +inf or a wrong gradient.
 """
 
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ class KernelCapabilities:
         return f"{name} has compute capability {major}.{minor}, not {self._generations_text()}"
 
     def _layer_reason(self, calls: CallKind) -> str | None:
-        """Say what a kind of attention layer needs and lacks."""
+        """Name the first feature that a kind of attention layer needs and this kernel lacks."""
         if calls.window and not self.windows:
             return "it has no sliding windows"
         if calls.softcap and not self.softcap:

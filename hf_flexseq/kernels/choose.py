@@ -7,7 +7,7 @@ and large that it must not happen silently.
 
 A package that is installed and not used has its reason in the list, too.
 
-What is done between kernel calls (`fused_operations.py`) is chosen by the device alone: Triton's
+The device alone decides the operations between kernel calls (`fused_operations.py`): Triton's
 kernels on CUDA, where Triton can start, and torch's operations everywhere else.
 """
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Candidate(Kernel, Protocol):
-    """A kernel that states what it can do and why it does not serve some calls."""
+    """A kernel that states its capabilities and why it does not serve some calls."""
 
     @property
     def capabilities(self) -> KernelCapabilities:

@@ -37,7 +37,7 @@ The slow reference, which makes all logits, is `full_sum` in tests/kernels/test_
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -221,11 +221,34 @@ class _Loop(torch.autograd.Function):
         smoothing: float,
     ) -> torch.Tensor:
         """hidden [T, C], weight [V, C], bias [V] or None, targets and counts [T] -> scalar."""
-        chunks = _Chunks(hidden, weight, bias, ctx.needs_input_grad, smoothing=smoothing)
-        for start in range(0, hidden.shape[0], chunks.rows):
-            chunks.run(targets, counts, start)
-        ctx.save_for_backward(*chunks.result())
-        return chunks.losses.sum()
+        head = HeadChunks(hidden, weight, bias, ctx.needs_input_grad)
+        losses = hidden.new_empty(hidden.shape[0], dtype=head.dtype)
+        for chunk, logits in head.logits():
+            # 1. losses: log(sum(exp(logits))) - logits[target], with the largest logit moved to 0
+            has_target = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
+            index = targets[chunk, None].masked_fill(~has_target, 0)  # [rows, 1]
+            factors = has_target.to(head.dtype)  # [rows, 1]
+            if counts is not None:
+                factors *= counts[chunk, None]
+            logits -= logits.amax(1, keepdim=True)
+            picked = logits.gather(1, index)  # [rows, 1]
+            if smoothing:
+                picked.lerp_(logits.mean(1, keepdim=True), smoothing)
+            total = logits.exp_().sum(1, keepdim=True)  # [rows, 1]
+            found = (total.log() - picked).masked_fill_(~has_target, 0)  # [rows, 1]
+            if counts is not None:
+                found *= factors
+            losses[chunk] = found.squeeze(1)
+
+            # 2. gradients: softmax - onehot(target), in place of the exponentials
+            if head.needs_gradients:
+                d_logits = logits.mul_(factors / total)  # [rows, V]
+                if smoothing:
+                    d_logits -= factors * (smoothing / d_logits.shape[1])
+                d_logits.scatter_add_(1, index, (smoothing - 1) * factors)
+                head.add(chunk, d_logits)
+        ctx.save_for_backward(*head.gradients())
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
@@ -239,15 +262,16 @@ class _Loop(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-class HeadGradients:
-    """Gradients of a head and its inputs, summed over chunks of tokens."""
+class HeadChunks:
+    """A head over chunks of tokens: their logits, in one buffer, and the gradients of the head and
+    its inputs, summed over chunks."""
 
     def __init__(
         self,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        needs_grad: Sequence[bool],
+        needs_grad: Sequence[bool] = (False, False, False),
     ) -> None:
         """hidden [T, C], weight [V, C], bias [V] or None. needs_grad: of these three."""
         self.hidden = hidden
@@ -266,18 +290,39 @@ class HeadGradients:
             self.d_weight = torch.zeros_like(weight, dtype=self.dtype)
         if needs_grad[2]:
             self.d_bias = torch.zeros_like(bias, dtype=self.dtype)
+        self.needs_gradients = any(needs_grad[:3])
 
-    def add(self, chunk: slice, hidden: torch.Tensor, d_logits: torch.Tensor) -> None:
-        """Add the gradients of a chunk's tokens: hidden [rows, C], d_logits [rows, V]."""
+    def logits(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield chunks of tokens with their logits [rows, V], in one buffer that all of them
+        share."""
+        tokens = self.hidden.shape[0]
+        vocab, width = self.weight.shape
+        rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))
+        buffer = self.hidden.new_empty(rows, vocab, dtype=self.dtype)
+        for start in range(0, tokens, rows):
+            chunk = slice(start, start + rows)
+            hidden = self._factor(chunk)
+            logits = mm_into(buffer[: hidden.shape[0]], hidden, self.weight_factor.t())
+            if self.bias is not None:
+                logits += self.bias
+            yield chunk, logits
+
+    def _factor(self, chunk: slice) -> torch.Tensor:
+        """Return the hidden states of a chunk as a factor, [rows, C]."""
+        return self.hidden[chunk].to(self.factor_dtype)
+
+    def add(self, chunk: slice, d_logits: torch.Tensor) -> None:
+        """Add the gradients of a chunk's tokens, d_logits [rows, V]."""
         factor = d_logits.to(self.factor_dtype)
         if self.d_hidden is not None:
             self.d_hidden[chunk] = factor @ self.weight_factor  # [rows, V] x [V, C] -> [rows, C]
         if self.d_weight is not None:
-            addmm_into(self.d_weight, factor.t(), hidden)  # [V, rows] x [rows, C] -> [V, C]
+            # [V, rows] x [rows, C] -> [V, C]
+            addmm_into(self.d_weight, factor.t(), self._factor(chunk))
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(0)  # [rows, V] -> [V]
 
-    def result(self) -> list[torch.Tensor | None]:
+    def gradients(self) -> list[torch.Tensor | None]:
         """Return d hidden [T, C], d weight [V, C], d bias [V] in the inputs' dtypes, or None."""
         pairs = (
             (self.d_hidden, self.hidden),
@@ -291,54 +336,3 @@ class HeadGradients:
             else:
                 grads.append(grad.to(like.dtype))
         return grads
-
-
-class _Chunks(HeadGradients):
-    """The buffers of one call, and the arithmetic of a chunk."""
-
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, *others: Any, smoothing: float
-    ) -> None:
-        """See `HeadGradients`. smoothing: of labels."""
-        super().__init__(hidden, weight, *others)
-        self.smoothing = smoothing
-        tokens = hidden.shape[0]
-        vocab, width = weight.shape
-        self.rows = min(chunk_rows(width, vocab, self.dtype.itemsize), max(tokens, 1))
-        self.logits = hidden.new_empty(self.rows, vocab, dtype=self.dtype)  # shared by all chunks
-        self.losses = hidden.new_empty(tokens, dtype=self.dtype)
-
-    def run(self, targets: torch.Tensor, counts: torch.Tensor | None, start: int) -> None:
-        """Compute losses and gradients of a buffer of tokens from `start` on. targets, counts:
-        [T]."""
-        # 1. logits
-        chunk = slice(start, start + self.rows)
-        hidden = self.hidden[chunk].to(self.factor_dtype)  # [rows, C]
-        out = self.logits[: hidden.shape[0]]
-        logits = mm_into(out, hidden, self.weight_factor.t())  # [rows, V]
-        if self.bias is not None:
-            logits += self.bias
-
-        # 2. losses: log(sum(exp(logits))) - logits[target], with the largest logit moved to 0
-        has_target = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
-        index = targets[chunk, None].masked_fill(~has_target, 0)  # [rows, 1]
-        factors = has_target.to(self.dtype)  # [rows, 1]
-        if counts is not None:
-            factors *= counts[chunk, None]
-        logits -= logits.amax(1, keepdim=True)
-        picked = logits.gather(1, index)  # [rows, 1]
-        if self.smoothing:
-            picked.lerp_(logits.mean(1, keepdim=True), self.smoothing)
-        total = logits.exp_().sum(1, keepdim=True)  # [rows, 1]
-        losses = (total.log() - picked).masked_fill_(~has_target, 0)  # [rows, 1]
-        if counts is not None:
-            losses *= factors
-        self.losses[chunk] = losses.squeeze(1)
-
-        # 3. gradients: softmax - onehot(target), in place of the exponentials
-        if self.d_hidden is not None or self.d_weight is not None or self.d_bias is not None:
-            d_logits = logits.mul_(factors / total)  # [rows, V]
-            if self.smoothing:
-                d_logits -= factors * (self.smoothing / d_logits.shape[1])
-            d_logits.scatter_add_(1, index, (self.smoothing - 1) * factors)
-            self.add(chunk, hidden, d_logits)

@@ -1,9 +1,9 @@
-"""A causal convolution of every channel by itself over few rows, as recurrent layers have it.
+"""A causal depthwise convolution over few rows, as recurrent layers have it.
 
     out[t, c] = bias[c] + sum over j < W of weight[c, j] x[t - W + 1 + j, c]
 
-Rows lie one after the other, [tokens, channels], as they come from a linear layer. The sum over W
-shifted products touches each row W times, block by block of what fits into a cache. torch's own
+Rows follow each other, [tokens, channels], as they come from a linear layer. The sum over W
+shifted products touches each row W times, in blocks of rows that fit into a cache. torch's own
 convolution wants the channels first, copies rows to and fro, and takes three times as long on a
 CPU. Sums are taken in float32 (float64 for float64).
 

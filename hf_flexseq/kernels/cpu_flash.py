@@ -13,7 +13,7 @@ Two habits of theirs matter here, and others in cpu_pieces.py:
 
 Every short sequence pays for the calls around its kernel, so each tensor is split into sequences
 by one call, and the results are copied straight into views of the whole. The kernel leaves its
-results tokens first, so those of a sequence alone are the whole, and nothing is copied.
+results tokens first, so the results of a single sequence are returned without a copy.
 
 Rejected: one padded batch of all sequences, which for long-tailed lengths computes mostly padding;
 and a softmax written in Python, which is several times slower and keeps the whole score matrix.

@@ -7,8 +7,8 @@ key 0. So all but full and square causal attention is cut into pieces, whose res
     a window of w keys          blocks of n queries, each with its n + w - 1 keys
     a softcap (Gemma 2)         blocks of queries by runs of keys
 
-A mask of [queries, keys] hides what a piece's queries do not read. Pieces are computed in float32
-(float64 for float64 inputs), so that 16-bit outputs are rounded once. The backward takes the
+A mask [queries, keys] hides the keys that a query does not read. Pieces are computed in float32
+(float64 for float64 inputs), so 16-bit outputs are rounded once. The backward takes the
 merged output and log-sum-exp, so every piece is independent of the others.
 
 With a softcap the products are torch's own, in the formulas of tests/kernels/reference.py, with

@@ -1,5 +1,5 @@
-"""Share what the CUDA builds of FlashAttention have in common: what they guarantee, and how they
-behave where a sequence has no queries or no keys.
+"""The common part of FlashAttention's CUDA builds: their guarantees, and their behaviour where a
+sequence has no queries or no keys.
 
 FlashAttention-2 (arXiv 2307.08691), as the flash-attn package and torch build it:
 

@@ -3,19 +3,19 @@ are left half idle.
 
 On an H100 torch's dense cuDNN operator computes 595 TFLOP/s forward and 508 backward on 8,192
 tokens (32 heads of 128, causal), FlashAttention-2 315 and 280 (docs/limits.md). Its log-sum-exp is
-the natural one, in float32. It takes one sequence. So a call's long sequences, which stand first
-in its rows (`planner/make.py`), have a call each, and all others share one of FlashAttention-2.
+the natural one, in float32. It takes one sequence. So a call's long sequences, which come first
+in its rows (`planner/make.py`), have a call each, and all others share one FlashAttention-2 call.
 
 cuDNN prepares a plan for every new shape, in about 0.1 s, and torch keeps all of them. With
 TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1, which is set here unless the user has set it, a plan serves all
 lengths up to the next power of two. It then wants contiguous rows, and the log-sum-exp token by
 token; a small call shows which of the two ways torch has taken (`_Operator`).
 
-The operator takes what another call has merged, too: its backward is a function of out, lse and
-dout, as FlashAttention's is. What is taken for granted here is tried once for each kind of heads,
-on the machine itself (`is_verified`), before the first step: forwards, and backwards with the
-result that further keys would have made, against the kernel that would run otherwise. A machine on
-which they differ, or on which cuDNN cannot run, goes on without it.
+The operator takes another call's merged results, too: its backward is a function of out, lse and
+dout, as FlashAttention's is. These assumptions are tested once for each kind of heads, on the
+machine itself (`is_verified`), before the first step: forwards, and backwards with the result
+that further keys would have made, against the kernel that would run otherwise. A machine on which
+they differ, or on which cuDNN cannot run, does without it.
 """
 
 import functools
@@ -46,7 +46,7 @@ Backward = Callable[[KernelCall, torch.Tensor, torch.Tensor, torch.Tensor], Tens
 
 
 class Heads(NamedTuple):
-    """What the operator is tried for, once each."""
+    """The kind of heads in a call; the operator is tried once for each."""
 
     query_heads: int
     kv_heads: int
@@ -110,7 +110,7 @@ def backward(
 
 
 class _Operator(NamedTuple):
-    """What the operator of a device takes and gives besides the tensors of a call."""
+    """A device's operator: its tensors' layout, and its arguments besides a call's tensors."""
 
     by_token: bool
     """True if its log-sum-exps are in memory token by token, and its rows have to be contiguous;
@@ -133,7 +133,7 @@ class _Operator(NamedTuple):
 
 @functools.cache
 def _operator(device: torch.device) -> _Operator:
-    """Return what a small call tells about the operator: two heads of 64 tokens."""
+    """Return the operator, with the layout seen in a small call: two heads of 64 tokens."""
     x = torch.zeros(64, 2, HEAD_DIMS[0], dtype=torch.bfloat16, device=device)
     segments = Segments([64], [64], causal=True, device=device)
     unknown = torch.empty(0)
@@ -143,7 +143,7 @@ def _operator(device: torch.device) -> _Operator:
 
 
 def _attend(call: KernelCall, operator: _Operator) -> Tensors:
-    """Return out [1, H, n, D], lse [1, H, n, 1], and what else the operator gives."""
+    """Return out [1, H, n, D], lse [1, H, n, 1], and the operator's other results."""
     found: Tensors = torch.ops.aten._scaled_dot_product_cudnn_attention(
         operator.dense(call.q),
         operator.dense(call.k),
@@ -163,8 +163,8 @@ def _attend(call: KernelCall, operator: _Operator) -> Tensors:
 
 @functools.cache
 def is_verified(heads: Heads, device: torch.device, other: tuple[Forward, Backward]) -> bool:
-    """Tell whether cuDNN is faster on this device and computes what another kernel does; log if it
-    does not.
+    """Tell whether cuDNN is faster on this device and agrees with another kernel; log if it does
+    not.
 
     other: the forward and the backward of that kernel.
     """

@@ -5,8 +5,8 @@ merged output and log-sum-exp in the backward. Their Python signature and the [h
 layout of the log-sum-exp date from 2.7; older releases are refused by name instead of being told
 apart by guesses. FlashAttention-3 and -4 are other packages.
 
-What the builds of these kernels have in common is in cuda_flash.py. The reference implementation
-is tests/kernels/reference.py; test_cuda_kernels.py there and scripts/gpu_check.py compare the two.
+The common part of these kernels' builds is in cuda_flash.py. The reference implementation is
+tests/kernels/reference.py; test_cuda_kernels.py there and scripts/gpu_check.py compare the two.
 """
 
 import functools

@@ -8,9 +8,9 @@ sequences, are refused by name.
 
 The backward takes any output and log-sum-exp, and so the merged ones.
 
-Written from the operators' schemas and sources; it has never run on a GPU. What the builds of
-FlashAttention have in common is in cuda_flash.py. The reference implementation is
-tests/kernels/reference.py; test_cuda_kernels.py there holds the arguments against it on a
+Written from the operators' schemas and sources; it has never run on a GPU. The common part of
+FlashAttention's builds is in cuda_flash.py. The reference implementation is
+tests/kernels/reference.py; test_cuda_kernels.py there checks the arguments against it on a
 stand-in, and scripts/gpu_check.py the numbers on a GPU.
 
 Rejected: FlashAttention-4 (`flash_attn.cute`). Its forward returns two tensors or four, depending
@@ -111,7 +111,7 @@ def package_problem() -> str | None:
 
 
 def _operator_problem(name: str) -> str | None:
-    """Say what the operator `flash_attn_3::name` lacks, or return None when it lacks nothing."""
+    """Return why the operator `flash_attn_3::name` cannot be called, or None if it can."""
     packet = getattr(torch.ops.flash_attn_3, name, None)
     if packet is None:
         return f"{_INTERFACE} registers no operator flash_attn_3::{name}"
@@ -133,7 +133,7 @@ def _has_margin() -> bool:
 
 
 def _lacking(calls: CallKind) -> str | None:
-    """Return what the build lacks for such calls, or None."""
+    """Return why the build cannot serve such calls, or None if it can."""
     features = _MISSING_WINDOWS if calls.window else {}
     return _without({**features, **(_MISSING_SOFTCAP if calls.softcap else {})})
 

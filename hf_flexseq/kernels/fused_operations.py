@@ -41,7 +41,7 @@ class Fused(Protocol):
         """Merge a partial result into these rows of a running one.
 
         total: (out [t, H, D], lse [t, H]) in float32 or float64; each row is in `rows` once at
-        most. part: (out [n, H, D] in any floating dtype, lse [n, H] in that of the total). A
+        most. part: (out [n, H, D] in any floating dtype, lse [n, H] in the total's dtype). A
         result over no keys has out = 0 and lse = -inf, and changes nothing. Log-sum-exps may have
         any strides, outputs any but the last.
         """

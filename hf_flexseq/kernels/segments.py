@@ -1,4 +1,4 @@
-"""Describe where the sequences of one packed attention call lie: their lengths, known on the host,
+"""Describe where the sequences of one packed attention call are: their lengths, known on the host,
 and the same lengths on the device.
 
 The lengths are Python ints because every decision about them is taken on the host (loops, launch
@@ -47,7 +47,7 @@ class Segments:
         device: torch.device,
         window: int | None = None,
     ) -> None:
-        """q_lens, k_lens: query and key tokens of each sequence; either may be 0.
+        """q_lens, k_lens: query and key tokens per sequence; either may be 0.
 
         causal: the last query of a sequence reads all its keys, and each query before it one key
         fewer, as where the queries are the last tokens of the keys; else each query reads all
@@ -118,9 +118,9 @@ class Segments:
                 yield slice(q_stop - q_len, q_stop), slice(k_stop - k_len, k_stop)
 
     def apart(self, first: int) -> "tuple[tuple[slice, slice, Segments], ...]":
-        """Return each of the first `first` sequences by itself, and then all others together, if
-        there are any: query rows, key rows, lengths. The same objects every time, so that lengths
-        come to the device once."""
+        """Return each of the first `first` sequences alone, and then all others together, if any
+        remain: query rows, key rows, lengths. Every call returns the same objects, so lengths are
+        copied to the device once."""
         if first not in self._apart:
             parts = []
             q_start = k_start = 0

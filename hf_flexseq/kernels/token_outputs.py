@@ -21,15 +21,13 @@ The reference implementation, which makes all logits, is `plain_figures` in
 tests/hf/test_own_losses.py.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.kernels.chunked_loss import HeadGradients, check_dtypes, chunk_rows
-from hf_flexseq.kernels.products import factor_dtype, mm_into, sum_dtype
+from hf_flexseq.kernels.chunked_loss import HeadChunks, check_dtypes
 
 
 def token_outputs(
@@ -72,17 +70,16 @@ class _TokenOutputs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """hidden [T, C], weight [V, C], bias [V] or None, targets [T], known gradients [T] or None
         -> two or three of [T]."""
-        dtype = sum_dtype(hidden.dtype)
-        log_probs = hidden.new_empty(hidden.shape[0], dtype=dtype)
+        needs_grad = ctx.needs_input_grad if known is not None else (False, False, False)
+        head = HeadChunks(hidden, weight, bias, needs_grad)
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=head.dtype)
         entropy = torch.empty_like(log_probs)
         means = torch.empty_like(log_probs)
         log_sums = torch.empty_like(log_probs)  # log(sum(exp(logits)))
-        gradients = None
         if known is not None:
             # gradients of one size whatever the divisor of the loss is, which 16 bits hold
             known = known / known.abs().amax().clamp_min(torch.finfo(known.dtype).tiny)
-            gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
-        for chunk, logits in _chunks_of_logits(hidden, weight, bias):
+        for chunk, logits in head.logits():
             counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
             index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
             log_sum = logits.logsumexp(1, keepdim=True)  # [rows, 1]
@@ -93,19 +90,18 @@ class _TokenOutputs(torch.autograd.Function):
                 means[chunk] = mean.masked_fill_(~counts, 0).squeeze(1)
             p = logits.exp()  # [rows, V]
             surprise = logits.mul_(p).sum(1, keepdim=True)  # [rows, 1]
-            if gradients is not None:
-                assert known is not None, "gradients are finished where they are known"
-                of_target = known[chunk, None].masked_fill(~counts, 0).to(dtype)  # [rows, 1]
+            if known is not None:
+                of_target = known[chunk, None].masked_fill(~counts, 0).to(head.dtype)  # [rows, 1]
                 d_logits = p.mul_(-of_target).scatter_add_(1, index, of_target)  # [rows, V]
-                gradients.add(chunk, hidden[chunk].to(gradients.factor_dtype), d_logits)
+                head.add(chunk, d_logits)
             log_probs[chunk] = picked.squeeze(1)
             entropy[chunk] = -surprise.masked_fill_(~counts, 0).squeeze(1)
             log_sums[chunk] = log_sum.squeeze(1)
-        ctx.is_finished = gradients is not None
-        if gradients is None:
+        ctx.is_finished = known is not None
+        if known is None:
             ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
         else:
-            ctx.save_for_backward(known, *gradients.result())
+            ctx.save_for_backward(known, *head.gradients())
         return (log_probs, entropy, means) if with_means else (log_probs, entropy)
 
     @staticmethod
@@ -124,8 +120,8 @@ class _TokenOutputs(torch.autograd.Function):
             grads = [None if grad is None else grad.mul_(factor) for grad in finished]
             return (*grads, None, None, None)
         hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
-        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
-        for chunk, logits in _chunks_of_logits(hidden, weight, bias):
+        head = HeadChunks(hidden, weight, bias, ctx.needs_input_grad)
+        for chunk, logits in head.logits():
             # d logits = d l * (onehot - p) - d H * p * (log p + H) + d m * (1 / V - p), 0 without
             # a target
             counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
@@ -142,8 +138,8 @@ class _TokenOutputs(torch.autograd.Function):
             d_logits = d_logits.mul_(p).neg_().scatter_add_(1, index, of_target)  # [rows, V]
             if of_mean is not None:
                 d_logits.add_(of_mean / d_logits.shape[1])
-            gradients.add(chunk, hidden[chunk].to(gradients.factor_dtype), d_logits)
-        return (*gradients.result(), None, None, None)
+            head.add(chunk, d_logits)
+        return (*head.gradients(), None, None, None)
 
 
 def _factor(found: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
@@ -152,23 +148,3 @@ def _factor(found: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     largest = known.abs().argmax(0, keepdim=True)  # [1]
     divisor = known.gather(0, largest).squeeze(0)
     return torch.where(divisor == 0, 0, found.gather(0, largest).squeeze(0) / divisor)
-
-
-def _chunks_of_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield chunks of tokens with their logits [rows, V], in one shared buffer."""
-    tokens, width = hidden.shape
-    vocab = weight.shape[0]
-    dtype = sum_dtype(hidden.dtype)
-    narrow = factor_dtype(hidden.dtype, hidden.device)
-    weight_factor = weight.to(narrow)
-    rows = min(chunk_rows(width, vocab, dtype.itemsize), max(tokens, 1))
-    buffer = hidden.new_empty(rows, vocab, dtype=dtype)
-    for start in range(0, tokens, rows):
-        chunk = slice(start, start + rows)
-        own = hidden[chunk].to(narrow)  # [rows, C]
-        logits = mm_into(buffer[: own.shape[0]], own, weight_factor.t())  # [rows, V]
-        if bias is not None:
-            logits += bias
-        yield chunk, logits

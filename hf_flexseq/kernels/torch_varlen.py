@@ -5,13 +5,13 @@ no merged output and log-sum-exp, and the private ops beneath it (`torch_attn::_
 gained positional arguments between torch 2.11 and 2.13. So the aten ops below those are called,
 with the arguments that every version from 2.11 on shares. They take windows, but no softcap.
 
-Behind these ops stands FlashAttention-2, unless `activate_flash_attention_impl` of
-`torch.nn.attention` has put another implementation there. So the registry is asked with every
-choice and every forward: what holds for FlashAttention-2 is not taken for granted of another.
-FlashAttention-3 has capabilities of its own, any other implementation is refused by name. A
-version of torch without the registry has FlashAttention-2 alone.
+These ops run FlashAttention-2, unless `activate_flash_attention_impl` of `torch.nn.attention` has
+registered another implementation. So the registry is asked with every choice and every forward:
+another implementation may lack FlashAttention-2's guarantees. FlashAttention-3 has separate
+capabilities, any other implementation is refused by name. A version of torch without the registry
+has FlashAttention-2 alone.
 
-What the builds have in common is in cuda_flash.py. The reference implementation is
+The common part of the builds is in cuda_flash.py. The reference implementation is
 tests/kernels/reference.py; test_cuda_kernels.py there and scripts/gpu_check.py compare the two.
 """
 

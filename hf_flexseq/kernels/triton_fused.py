@@ -1,7 +1,7 @@
 """The operations of `fused_operations.py` in one launch each, on CUDA.
 
 The host's part is small: strides, and how many programs a launch has. The kernels are in
-`triton_kernels.py`; what they compute is said at `fused_operations.Fused`. Their slow reference is
+`triton_kernels.py`; `fused_operations.Fused` defines their results. Their slow reference is
 `fused_operations.TorchFused`. `tests/kernels/test_fused_operations.py` runs them under Triton's
 interpreter, and compiles them for a GPU. They have not run on one yet, so the size of a tile is
 not tuned.
@@ -196,7 +196,7 @@ def _launch_rows(
 def _pair(
     whole: torch.Tensor, rows: Rows, part: torch.Tensor, blocks: int, width: int
 ) -> tuple[Any, ...]:
-    """Return what `rows_kernel` is told of whole [t, ...] and part [n, ...], but for the tiles.
+    """Return the arguments of `rows_kernel` for whole [t, ...] and part [n, ...], but for tiles.
 
     blocks: programs of the pair. width: elements of a row.
     """

@@ -24,7 +24,7 @@ ADD = tl.constexpr(1)
 
 
 def odd(size: int) -> int:
-    """Return what stands for a size in a tuple: odd and above 1, so Triton sees nothing in it."""
+    """Return an odd number above 1 that encodes a size, so Triton does not specialise on it."""
     return 2 * size + 3
 
 
@@ -117,8 +117,8 @@ def rows_kernel(
     MODE: tl.constexpr,
 ):
     """GATHER: part[j] = whole[row j]. ADD: whole[row j] += part[j]. All arguments but the last are
-    tuples, by pair of a whole [t, ...] and a part [n, ...]; blocks: its programs. Of starts,
-    counts, blocks and what ends in _outers they have the odd numbers."""
+    tuples, by pair of a whole [t, ...] and a part [n, ...]; blocks: its programs. starts, counts,
+    blocks and both _outers hold sizes as odd numbers (`odd`)."""
     block = tl.program_id(0)
     for i in tl.static_range(len(wholes)):
         if (block >= 0) & (block < _size(blocks[i])):
@@ -178,7 +178,7 @@ def merge_kernel(
     BLOCK_DIM: tl.constexpr,
 ):
     """Merge part_out [n, H, D] and part_lse [n, H] into rows of out [t, H, D] and lse [t, H], a
-    head of some rows in each program. What ends in _row or _head is a stride."""
+    head of some rows in each program. Arguments that end in _row or _head are strides."""
     head = tl.program_id(0) % HEADS
     j = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_DIM)

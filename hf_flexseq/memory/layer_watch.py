@@ -2,8 +2,8 @@
 bytes live before and behind each layer and its MLPs, and the most in each part of its backward.
 
     forward     before and behind a layer, in between, before and behind its MLPs
-    backward    from the gradient of a layer's output to that of its input, in three parts: before
-                its MLP's, inside of it, and behind it
+    backward    from the gradient of a layer's output to the gradient of its input, in three parts:
+                before the backward of its MLP, inside of it, and behind it
 
 A layer's input may live on in its backward, because it is needed there, or because a checkpoint
 keeps it. It is counted as one of the layer's bytes in both cases, once.
@@ -100,7 +100,7 @@ class LayerWatch:
             hook.remove()
 
     def _go_to(self, seen: SeenLayer | None, part: str) -> None:
-        """Note that another part begins; what has peaked since the last time is the former's."""
+        """Note that another part begins, and credit the peak since the last call to the former."""
         peak = self._tracker.take_peak()
         former, name = self._place
         if former is not None:
@@ -112,14 +112,14 @@ class LayerWatch:
     # ---- layers
 
     def _begin(self, seen: SeenLayer, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note what lives before the forward of a layer."""
+        """Note the live bytes before the forward of a layer."""
         self._go_to(None, _BETWEEN)
         seen.before = self._tracker.live
         seen.input = _hidden(args, kwargs).untyped_storage().nbytes()
         self._go_to(seen, _FORWARD)
 
     def _end(self, seen: SeenLayer, layer: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
-        """Note what lives behind the forward of a layer, and wait for its backward."""
+        """Note the live bytes behind the forward of a layer, and wait for its backward."""
         seen.behind = self._tracker.live
         hidden = _hidden(args, kwargs)
         output = given[0] if isinstance(given, tuple) else given
@@ -141,11 +141,11 @@ class LayerWatch:
     # ---- MLPs
 
     def _begin_mlp(self, seen: SeenLayer, mlp: nn.Module, args: Any) -> None:
-        """Note what lives before the forward of an MLP."""
+        """Note the live bytes before the forward of an MLP."""
         self._before_mlp = self._tracker.live
 
     def _end_mlp(self, seen: SeenLayer, mlp: nn.Module, args: Any, output: torch.Tensor) -> None:
-        """Note what the forward of an MLP keeps, and wait for its backward."""
+        """Note the bytes that the forward of an MLP keeps, and wait for its backward."""
         # No hook may hold a tensor, which would then live on.
         given_bytes = args[0].untyped_storage().nbytes()
         kept = self._tracker.live - self._before_mlp - output.untyped_storage().nbytes()

@@ -1,12 +1,11 @@
-"""Count the bytes of tensors without memory: what operations make of tokens, while it lives.
+"""Count the bytes of tensors without memory that operations make from tokens, while they live.
 
 Under `LiveBytes` inside of torch's FakeTensorMode, every operation of forward and backward runs on
-shapes alone. What it makes is counted by storage, so that views count nothing, until its storage
-is gone. The number of tokens has a prime factor that no parameter has: a storage with this factor
+shapes alone. Its results are counted by storage, until the storage is gone, and views count
+nothing. The number of tokens has a prime factor that no parameter has: a storage with this factor
 grows with the tokens, and others, such as gradients of weights, are not counted.
- `StandInKernel` takes the place of an attention kernel, with tensors as large as those of
-FlashAttention, and `stand_in_sum` that of the chunked loss, whose logits do not grow with the
-tokens.
+`StandInKernel` replaces an attention kernel, with tensors as large as FlashAttention's, and
+`stand_in_sum` replaces the chunked loss, whose logits do not grow with the tokens.
 
 Numbers are not there to be read. Two operations that read some are answered as routing needs it,
 where every expert gets its even share of the tokens: places that are not zero, and one number.
@@ -110,8 +109,8 @@ class StandInKernel:
     name = "stand-in"
     wide_gradients = False
     computes = False
-    """Nor do recurrent layers in blocks of rows: what they make of a block does not grow with the
-    tokens, and takes dozens of operations for every 64 of them."""
+    """Nor do recurrent layers in blocks of rows: their tensors for a block do not grow with the
+    tokens, and take dozens of operations for every 64 of them."""
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`: -> out [Tq, H, D], lse [H, Tq]."""
@@ -135,13 +134,13 @@ class StandInKernel:
 def stand_in_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any
 ) -> torch.Tensor:
-    """Stand for `chunked_cross_entropy_sum`: hidden [T, C], weight [V, C], bias [V] -> scalar."""
+    """Replace `chunked_cross_entropy_sum`: hidden [T, C], weight [V, C], bias [V] -> scalar."""
     total: torch.Tensor = _Sum.apply(hidden, weight, bias)
     return total
 
 
 class _Sum(torch.autograd.Function):
-    """A sum whose gradients are made in the forward, as those of the chunked loss."""
+    """A sum whose gradients are made in the forward, as the chunked loss makes its gradients."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: torch.Tensor | None) -> torch.Tensor:

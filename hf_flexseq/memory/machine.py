@@ -40,8 +40,8 @@ def available_bytes() -> int | None:
 def budget_bytes(asked_gib: float | None, ranks_per_node: int) -> int:
     """Return the most bytes of the host for activations of one rank.
 
-    asked_gib: `host_memory_gib`; None for a share of what is available, none where that is not
-    known. ranks_per_node: ranks that share the machine. Raises ValueError for more than the
+    asked_gib: `host_memory_gib`; None for a share of the available memory, 0 bytes where that is
+    not known. ranks_per_node: ranks that share the machine. Raises ValueError for more than the
     machine has.
     """
     if asked_gib is None:

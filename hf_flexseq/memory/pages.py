@@ -1,8 +1,8 @@
 """Memory of the host for tensors whose sizes change in every step, in pages of one size.
 
-A tensor is so many bytes, which may lie on several pages. Bytes of a page are given out one after
-the other; a page whose tensors are all gone begins anew. Pages are made when they are needed, up
-to the budget, and are kept for the next micro-batch and the next step.
+The bytes of a tensor may be spread over several pages. Bytes of a page are given out one after the
+other; a page whose tensors are all gone begins anew. Pages are made when they are needed, up to
+the budget, and are kept for the next micro-batch and the next step.
 
 torch's allocator of pinned memory rounds each block up to a power of two and keeps it: tensors of
 changing sizes would take twice their bytes and more. Pages are powers of two, so nothing is lost.

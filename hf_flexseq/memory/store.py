@@ -3,12 +3,12 @@
     forward     a tensor is put    it is copied to the host; its memory on the device lives on
                                    until the compute stream has waited for the copy, one layer
                                    later
-    backward    a tensor is taken  the rest of its layer comes, too, and that of the layer before,
-                                   whose backward is next
+    backward    a tensor is taken  the other tensors of its layer come, too, and all tensors of the
+                                   layer before, whose backward is next
 
-So about one layer's tensors are under way at a time, in either direction, and copies need no
-attention of the host: it runs ahead of the device, and no call here waits for it. Every copy is on
-one stream, so that bytes of a page are written again only after they were read.
+So about one layer's tensors are under way at a time, in either direction, and the host need not
+watch copies: it runs ahead of the device, and no call here waits for it. All copies are on one
+stream, so bytes of a page are written again only after they were read.
 
 The order of streams is
 
@@ -18,10 +18,10 @@ The order of streams is
             | compute stream waits for the event | tensor is read
 
 Rejected: `Tensor.record_stream`, under which the memory comes back when the host happens to notice
-that a copy is over, so that the peak depends on how far the host runs ahead. Rejected: to know
-tensors by their addresses, which others get once a tensor is gone; what is put has a handle.
+that a copy is over, so the peak depends on how far the host runs ahead. Rejected: to know tensors
+by their addresses, which others get once a tensor is gone; so every stored tensor has a handle.
 
-On a CPU there is one order of work, and a copy to the host is a plain copy.
+A CPU has one order of work, and a copy to the host is a plain copy.
 """
 
 import weakref
@@ -164,8 +164,8 @@ class HostStore:
         return stored
 
     def come_ahead(self, output: torch.Tensor) -> None:
-        """Let what the last layer with tensors has put come back when the backward of the layer
-        after it begins. output: of that layer, which puts none."""
+        """Let the tensors of the last layer that has any come back when the backward of the layer
+        after it begins. output: of that later layer, which puts none."""
         before = self._layer.before
         if before is not None and output.requires_grad:
             output.register_hook(lambda gradient: self._fetch_of(before))
@@ -175,8 +175,8 @@ class HostStore:
         self._let_go(before=self._number + 1)
 
     def _let_go(self, *, before: int, places: int = -1) -> None:
-        """Free tensors of earlier layers that have left: all of those before a layer, and of that
-        layer itself the first `places + 1`."""
+        """Free tensors that have left: all tensors of the layers before `before`, and the first
+        `places + 1` of layer `before` itself."""
         while self._leaving:
             first = self._leaving[0]
             is_due = first.layer < before or (first.layer == before and first.place <= places)
@@ -250,7 +250,7 @@ class HostStore:
     # ---- the end
 
     def _collect(self) -> None:
-        """Free what the handles had that are gone."""
+        """Free the memory of handles that are gone."""
         while self._dropped:
             pieces, arriving = self._dropped.popleft()
             if self._is_closed:

@@ -1,25 +1,25 @@
 """An MLP that is computed for one piece of the tokens after the other, forward and backward.
 
-What is inside of an MLP is wider than the hidden states, and exists for all tokens at once. An MLP
-treats every token alone, so that its tokens can be cut into pieces, *tiles*:
+The activations inside of an MLP are wider than the hidden states, and exist for all tokens at
+once. An MLP treats every token alone, so its tokens can be cut into pieces, *tiles*:
 
     forward     compute each tile without a graph, and keep the input of the MLP alone
     backward    compute each tile again, with a graph, and take its gradients at once
 
 The forward runs twice instead of once. Under activation checkpointing it runs twice as well, not
-three times: the replay of a layer ends as soon as it has what was saved in it, and the input is
-saved before the MLP runs. Where the rest of the layer saves more, such as a norm after the MLP,
-or where `torch.utils.checkpoint.set_checkpoint_early_stop(False)` is set, it runs three times.
+three times: the replay of a layer ends as soon as it has all of the layer's saved tensors, and the
+input is saved before the MLP runs. Where the rest of the layer saves more, such as a norm after
+the MLP, or where `torch.utils.checkpoint.set_checkpoint_early_stop(False)` is set, it runs three
+times.
 
-Gradients of the hidden states are those of an MLP in one piece. Gradients of weights are sums over
-tokens in another order. They are returned once, when all tiles are done, so that wrappers see
-what they expect: DDP a gradient that is ready once, FSDP2 and ZeRO-3 one reduction. Tiles use
+Gradients of the hidden states equal the gradients of an MLP in one piece. Gradients of weights are
+sums over tokens in another order. They are returned once, when all tiles are done, as wrappers
+expect: DDP sees a gradient that is ready once, FSDP2 and ZeRO-3 one reduction. Tiles use
 `torch.autograd.grad`, whose hooks on weights do not fire. Weights are inputs of the function, and
 frozen ones cost nothing.
 
-In 16 bits gradients of weights are added in float32 and rounded once. This holds, while the
-backward of one MLP runs, 4 bytes for each of its trained weights beside those that the gradient of
-a tile has.
+In 16 bits gradients of weights are added in float32 and rounded once. While the backward of one
+MLP runs, this holds 4 bytes for each of its trained weights besides the gradient of a tile.
 
 Rejected: `backward` in each tile, which adds to `.grad` and fires the wrappers' hooks in the
 middle. Rejected: to keep the input as an attribute of the node, which neither checkpointing nor
@@ -82,8 +82,8 @@ class _Arithmetic(NamedTuple):
         return cls(device_type, torch.get_autocast_dtype(device_type))
 
     def restored(self) -> AbstractContextManager[Any]:
-        """Surround the computation of a tile. Weights are cast anew for each: what was cast
-        without a graph must not be taken from autocast's cache where there is one."""
+        """Surround the computation of a tile. Weights are cast anew for each: a computation with a
+        graph must not take weights from autocast's cache that were cast without one."""
         if not torch.amp.is_autocast_available(self.device_type):
             return nullcontext()
         is_on = self.dtype is not None
@@ -152,7 +152,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """gradient: [..., tokens, hidden] -> those of hidden, of this shape, and of each
+        """gradient: [..., tokens, hidden] -> the gradients of hidden, of this shape, and of each
         weight."""
         (hidden,) = ctx.saved_tensors
         weights = ctx.function.weights()

@@ -5,8 +5,8 @@ the window or the chunk of the layer reaches. For each (layer, sequence):
 
     forward     write the chunk's K, V into one buffer of the sequence's length, and attend to
                 prefix and chunk in one kernel call
-    backward    the prefix's dK, dV are added to a second buffer, the chunk's own are returned
-                together with those of later chunks
+    backward    the prefix's dK, dV are added to a second buffer; the chunk's own are returned
+                together with the dK, dV that later chunks have added for it
 
 Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B, arXiv
 2406.03488). Any other order would silently give wrong gradients, so a forward mark (positions
@@ -25,7 +25,7 @@ The slow reference is attention over the whole sequence, in `tests/pipeline/test
 Rejected: transformers' cache, which appends, so that a replayed forward appends twice, and which
 its checkpointing drops without an error.
 
-In shapes, `tokens` are those of the chunk's part of the sequence.
+In shapes, `tokens` counts the chunk's part of the sequence.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class CutPart:
         self._reads: dict[Reach, CutRead] = {}
 
     def read(self, reach: Reach) -> "CutRead":
-        """Return what the queries read in layers of this reach."""
+        """Return the keys that the queries read in layers of this reach."""
         if reach not in self._reads:
             # The keys of one span end where those of the next begin.
             spans = reach.spans(self.part.start, self.part.stop)
@@ -97,8 +97,8 @@ class KVCarry:
         keeps_grad: bool,
         runs_again: bool = False,
     ) -> "Carried":
-        """Return what `layer` carries of the sequence that `part` belongs to; it begins with the
-        sequence's first chunk.
+        """Return the keys and values that `layer` carries of the sequence to which `part` belongs,
+        beginning with the sequence's first chunk.
 
         length: tokens of the sequence
         keeps_grad: True if a backward will follow; otherwise the sequence is over with its last
@@ -204,8 +204,8 @@ class Carried:
     def backward(
         self, cut: CutPart, dout: torch.Tensor, saved: Tensors, scores: Scores, reach: Reach
     ) -> Tensors:
-        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim] of the
-        chunk; those of its prefix are kept for earlier chunks.
+        """Return the chunk's dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim],
+        and keep its prefix's dk and dv for earlier chunks.
 
         dout: [tokens, heads, head_dim]. saved: q and out of the same shape, lse [heads, tokens].
         Raises WrongOrder when the part is not the next one to go backward.

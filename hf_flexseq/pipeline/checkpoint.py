@@ -30,7 +30,7 @@ _WRITTEN = ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMember:
-    """A rank as a member of its stage: all that reading and writing a checkpoint needs to know."""
+    """A rank as a member of its stage: everything needed to read and write its checkpoints."""
 
     stage: Stage
     """This rank's part of the model."""

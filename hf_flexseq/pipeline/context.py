@@ -4,10 +4,10 @@ context of a micro-batch.
 A chunk's row is [the part of a cut sequence | whole sequences], either of which may be missing:
 
     ChunkContext    the chunk on one stage, with the programs of its attention
-    ChunkLayout     what these depend on: chunks of one layout share them
+    ChunkLayout     the input of these programs: chunks of one layout share them
     LayerChunk      its attention in one layer
     CutZone         the part of a cut sequence, which also reads the carry
-    LocalZone       the whole sequences, as in a group of one rank
+    CallsZone       the whole sequences, as in a group of one rank
 
 Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of tokens for heads.
 """
@@ -31,9 +31,9 @@ from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan import Group
 from hf_flexseq.plan.shard import Zone
 from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.calls import whole_zone
 from hf_flexseq.program.compile import Parts
 from hf_flexseq.program.instructions import INPUT, WIDE, LayerShape, Value
-from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import ZoneSteps
@@ -44,7 +44,7 @@ KEPT_LAYOUTS = 64
 
 
 class ChunkLayout(NamedTuple):
-    """Composition of a chunk's row: all that its programs depend on."""
+    """Composition of a chunk's row: its programs depend on nothing else."""
 
     cut: int
     """Tokens of the part of a cut sequence at the start of the row; 0 without one."""
@@ -96,7 +96,7 @@ class ChunkContext:
     ) -> None:
         """Lay the chunk's row out.
 
-        lengths: tokens of every sequence of the plan
+        lengths: tokens per sequence of the plan
         carry: of the stage
         states: of the recurrent layers of the stage
         checkpointed: layers, by index in the model, that drop their activations and compute them
@@ -132,8 +132,8 @@ class ChunkContext:
         return LayerChunk(self, self._cut, layer, keeps_grad=keeps_grad)
 
     def carrying(self, layer: int, call: int, *, keeps_grad: bool) -> Carrying | None:
-        """Return what a recurrent layer's call of this number carries; None if all sequences are
-        whole. keeps_grad: True if a backward will follow"""
+        """Return the state carried by a recurrent layer's call of this number; None if all
+        sequences are whole. keeps_grad: True if a backward will follow"""
         if self._cut is None:
             return None
         cut = self._cut.part
@@ -147,7 +147,7 @@ class ChunkContext:
 
 
 def _layout_of(chunk: Chunk, lengths: tuple[int, ...], sharing: Sharing | None) -> ChunkLayout:
-    """Return the layout of a chunk's row. lengths: tokens of every sequence of the plan"""
+    """Return the layout of a chunk's row. lengths: tokens per sequence of the plan"""
     part = chunk.cut(lengths)  # None without one
     whole = chunk.slices if part is None else chunk.slices[1:]
     for one in whole:
@@ -190,7 +190,7 @@ def _rank_zones(
     shared = shared_chunk(layout.tokens, zones, sharing)
     start, stop = sharing.part(layout.tokens)
     if start == stop:
-        return (shared, LocalZone(slice(0, 1), (1,), tables))
+        return (shared, whole_zone(slice(0, 1), (1,), tables))
     return (shared,)
 
 
@@ -229,7 +229,7 @@ def _zones(layout: ChunkLayout, tables: Tables, reach: Reach) -> list[ZoneAttent
         zones.append(CutZone(layout.cut))
     if layout.whole:
         rows = slice(layout.cut, layout.tokens)
-        zones.append(LocalZone(rows, layout.whole, tables, reach=reach))
+        zones.append(whole_zone(rows, layout.whole, tables, reach=reach))
     return zones
 
 
@@ -256,7 +256,8 @@ class ChunkInLayer:
         return self.chunk.of_layer(layer, keeps_grad=keeps_grad)
 
     def carrying(self, *, keeps_grad: bool) -> Carrying | None:
-        """Return what the next recurrent call carries; None if all sequences are whole."""
+        """Return the state that the next recurrent call carries; None if all sequences are
+        whole."""
         region = checkpointed_region()
         replay = region.hook if region is not None and region.replays else None
         if replay is not self._replay:  # of a layer that checkpoints itself: a new run begins

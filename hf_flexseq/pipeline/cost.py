@@ -166,7 +166,7 @@ def _stage_cost(
 def room_bytes(
     cost: CostModel, stage: Stage, *, sharded_over: int = 1, mixed: bool = False
 ) -> Sequence[int]:
-    """Return the bytes that each rank of a pipeline has left for what is in flight.
+    """Return the bytes that each rank of a pipeline has left for chunks in flight.
 
     cost: of the whole model
     stage: of any rank; each knows the sizes and spans of all

@@ -10,8 +10,8 @@ Layers that share keys (Gemma 4: later layers read the keys of earlier ones) are
 stage has all of them, from the first layer that stores keys to the last one that reads them. They
 are divided as if they were one layer.
 
-Costs are integers, so that every rank finds the same split. Of equal splits the one with the
-fewest layers in front is taken, where most chunks are in flight.
+Costs are integers, so every rank finds the same split. Of equal splits the one with the fewest
+layers in front is taken, where most chunks are in flight.
 
 The slow reference, which tries every split, is in `tests/pipeline/test_divide.py`.
 """
@@ -57,7 +57,7 @@ def divide_layers(
 def _divide(
     costs: Sequence[int], stages: int, first: int, last: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return what `divide_layers` does, of layers that are all separable."""
+    """Divide as `divide_layers` does, with all layers separable."""
     layers = len(costs)
     sums = (0, *accumulate(costs))
 

@@ -23,7 +23,7 @@ class ChunkExchange(TokenExchange):
         self, row: SourceRow, plan: StepPlan, sources: Sequence[int], replica: int
     ) -> list[Columns]:
         """Return the columns of all chunks of `replica`, each [tokens]. Collective over the world.
-        row: what this rank drew. sources: the rank that drew each sequence."""
+        row: the sequences that this rank drew. sources: the rank that drew each sequence."""
         source_of = np.array(sources, dtype=np.int64)
         own = np.flatnonzero(source_of == self.communicator.rank)
         offsets = own_offsets(row, own, source_of.size)

@@ -7,19 +7,19 @@
     I   B, but the weight gradients of the layers are left in the store
     W   add those
 
-Losses are sums over a chunk's targets divided by the targets of the whole step, so that gradients
+Losses are sums over a chunk's targets divided by the targets of the whole step, so the gradients
 of all chunks only add up. Chunks differ in shape, and every shape is known from the plan: only
 tensors are sent.
 
 The head goes backward in F because a loss that is computed without logits for all tokens has its
 gradients then: kept until B, every chunk in flight would hold a gradient of the whole head. Only
-that of its input is kept.
+the gradient of the head's input is kept.
 
 Rejected: torch.distributed.pipelining. Its stages hold one shape for all micro-batches or exchange
 it every time, its schedules are lowered in up to a second per step, and it cannot carry keys and
 values.
 
-In shapes, `tokens` are those that this rank has of a chunk.
+In shapes, `tokens` counts this rank's part of a chunk.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +106,7 @@ class PipelineExecutor:
             position_ids
         targets: target tokens of the whole step
 
-        Gradients are added to those that are there; of a tied tensor, only those of this stage's
+        Gradients are added to existing ones. A tied tensor's gradient covers only this stage's
         copy.
         """
         with self.weights.casting_once():
@@ -134,7 +134,7 @@ class _ChunkRun:
         targets: int,
         autocast: Context,
     ) -> None:
-        """Arguments are those of `train`; columns: [chunk] of [1, tokens of the chunk]."""
+        """Arguments as in `train`; columns: [chunk] of [1, tokens of the chunk]."""
         self.executor = executor
         self.stage = executor.stage
         self.plan = plan
@@ -206,7 +206,7 @@ class _ChunkRun:
     # ---- actions
 
     def obey(self, action: Action) -> None:
-        """Run one action of the plan, after the posts that stand before it."""
+        """Run one action of the plan, after posting all receives due before it."""
         post_receives(self.inboxes, before=self.order[action])
         match action.kind:
             case "F":
@@ -298,7 +298,7 @@ class _ChunkRun:
             self.gradients_out.put(item, flight.source.grad)
 
     def _context(self, item: Item, stage: VirtualStage) -> ChunkContext:
-        """Return what attention and layers must know of the chunk."""
+        """Return the chunk's context for attention and layers."""
         start, stop = stage.layers
         count = self.plan.layers_checkpointed(item.stage, item.chunk)
         checkpointed = range(start, min(start + count, stop))
@@ -314,7 +314,7 @@ class _ChunkRun:
         )
 
     def close(self) -> None:
-        """Wait for what is under way, and make sure that nothing is left."""
+        """Wait for pending sends, and make sure that nothing is left."""
         for outbox in (self.gradients_out, self.results):
             if outbox is not None:
                 outbox.close()

@@ -12,20 +12,20 @@ A message has the number of the action that sends it.
 1. Before a rank begins its action of number n, it posts all receives of messages below n, of both
    neighbours, in the order of their numbers.
 2. The messages of an action are posted when it is over, so every rank posts all of its messages in
-   the order of their numbers. Exchanges inside an action stand between the two.
-3. A rank waits only for what it has posted.
+   the order of their numbers. Exchanges inside an action come between the two.
+3. A rank waits only for messages that it has posted.
 
-Take the message with the lowest number of all that are not over. Both of its ranks have posted it,
-or can continue until they have: each waits at most for earlier messages, and those are over. So it
+Take the unfinished message with the lowest number. Both of its ranks have posted it, or can
+continue until they have: each waits at most for earlier messages, and those are over. So it
 completes, also on a transport that carries out all posts of a rank one after the other
 (`distributed/transport.py`), and every wait is safe.
 
 A transport whose posts are independent takes receives earlier. There one more receive is posted
-than an action needs, so that a transfer overlaps with the previous computation. Where posts are
-ordered the host runs ahead of the device, which does the same.
+than an action needs, to overlap a transfer with the previous computation. Where posts are ordered
+the host runs ahead of the device, which does the same.
 
-Rejected: receives posted ahead on every transport. Such a receive would stand before a send that
-the neighbour waits for.
+Rejected: receives posted ahead on every transport. Where posts are ordered, such a receive would
+delay a send that the neighbour waits for.
 """
 
 import math

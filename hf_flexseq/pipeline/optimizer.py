@@ -2,9 +2,9 @@
 
 Every stage writes the state of its parameters under their global names, by one of its ranks, in
 the format of `checkpoints/optimizer.py`. The state of a tied tensor is written by the first stage,
-and both copies read it. A stage reads what it has parameters for; a run without a pipeline reads
-everything. The other way round, the Trainer's own `optimizer.pt` numbers parameters in an order of
-the whole model, which the caller knows.
+and both copies read it. A stage reads the state of its own parameters; a run without a pipeline
+reads everything. The other way round, the Trainer's own `optimizer.pt` numbers parameters in an
+order of the whole model, which the caller knows.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def load_stage_optimizer(
 ) -> None:
     """Read the state of the stage's parameters. Collective over the world.
 
-    numbered: for what a Trainer without names wrote: see `load_optimizer`.
+    numbered: for a file in which a Trainer numbered its parameters: see `load_optimizer`.
     """
     load_optimizer(
         member.stage.stack.model,

@@ -5,9 +5,9 @@
     over copies      a tied tensor's two copies, on the first and the last stage
 
 Once and at the end, because replicas may run different numbers of chunks, which the hooks of DDP
-do not allow. A parameter that got no gradient counts as zero, so that all ranks walk through the
-same buckets. Sharded parameters have been summed over replicas before (`sharding.py`); their
-copies are divided alike, so that shares add up.
+do not allow. A parameter that got no gradient counts as zero, so all ranks walk through the same
+buckets. Sharded parameters have been summed over replicas before (`sharding.py`); their copies are
+divided alike, so shares add up.
 """
 
 import torch
@@ -36,8 +36,8 @@ def reduce_gradients(stage: Stage, neighbours: Neighbours) -> None:
 
 
 def equalise(stage: Stage, neighbours: Neighbours) -> None:
-    """Give replicas of a stage, and the two copies of a tied tensor, the same values: those of the
-    first rank that has them. Collective over the world."""
+    """Give all replicas of a stage, and both copies of a tied tensor, the values of the first rank
+    that has them. Collective over the world."""
     if neighbours.replicas is not None:
         for tensor in (*stage.stack.model.parameters(), *stage.stack.model.buffers()):
             neighbours.replicas.broadcast(tensor.detach())

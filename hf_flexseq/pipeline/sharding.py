@@ -12,8 +12,9 @@ after its reduction. So the hooks are disabled. The optimizer's state and a copy
 remain sharded; during a step parameters and gradients of the stage are whole on each of its ranks.
 
 With mixed precision parameters are gathered in 16 bits, and hidden states have 16 bits. The shares
-of the optimizer, and all gradients, keep the parameters' dtype. What a chunk adds is rounded to 16
-bits for embedding, norms and head, but not for the Linears of layers (`weights.py`).
+of the optimizer, and all gradients, keep the parameters' dtype. A chunk's gradients of embedding,
+norms and head are rounded to 16 bits before they are added; gradients of the layers' Linears are
+not (`weights.py`).
 
 Rejected: FSDP2's own sum in a wider dtype, in hooks that a postponed weight gradient misses;
 reducing parameter by parameter, a message for each; and FSDP2's reduction in the last backward,
@@ -46,8 +47,8 @@ class ShardedStage:
 
         param_dtype: of the parameters while they are whole; None for their own
 
-        Units are the layers, the embedding, the norm and the head, so that the class of the model
-        itself stays what it is.
+        Units are the layers, the embedding, the norm and the head, so the class of the model
+        itself does not change.
         """
         stack = stage.stack
         self._model = stack.model
@@ -141,7 +142,7 @@ def _largest_share(parameter: nn.Parameter, ranks: int) -> int:
 
 
 def _add_share(parameter: nn.Parameter, share: torch.Tensor) -> None:
-    """Add this rank's share [rows / ranks, ...] of a gradient to that of a sharded parameter."""
+    """Add this rank's share [rows / ranks, ...] of a gradient to a sharded parameter's `grad`."""
     assert isinstance(parameter, DTensor), "a parameter that no unit has sharded"
     gradient = DTensor.from_local(
         share,

@@ -1,5 +1,5 @@
-"""The parts of a decoder-only HF model that a pipeline cuts (`stages.py`), and what stands in for
-those of other stages.
+"""The parts of a decoder-only HF model that a pipeline cuts (`stages.py`), and placeholders for
+the parts of other stages.
 
 The model's own forward must do nothing between the embedding and the norm but call the layers:
 `check_identity` tries it on a stack of skips, which must change nothing.
@@ -207,7 +207,7 @@ class Stack:
 
 
 def _weights(module: nn.Module) -> int:
-    """Return how many numbers multiply each token in `module`: those of its matrices."""
+    """Return how many weights multiply each token in `module`: the elements of its matrices."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 2)
 
 

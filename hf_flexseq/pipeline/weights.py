@@ -1,4 +1,4 @@
-"""Weight gradients apart from input gradients, since only the optimizer waits for them.
+"""Weight gradients, computed apart from input gradients: only the optimizer waits for them.
 
 The previous stage waits for the gradient of a layer's input. Zero-bubble schedules (arXiv
 2401.10241) therefore split a backward into I, which only follows the inputs, and W:
@@ -206,7 +206,7 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dx [..., in_features] for dy [..., out_features]. The gradients of weight and
-        bias are added to those of the Linear, unless the store has kept their product."""
+        bias are added to the Linear's `grad`s, unless the store has kept their product."""
         # What torch's `once_differentiable` refuses later, at a price for each of many calls.
         assert not torch.is_grad_enabled(), "the backward of a pipeline has no backward itself"
         (x,) = ctx.saved_tensors

@@ -1,7 +1,7 @@
 """Decisions as frozen data: plans of sequences on groups, and shards.
 
     groups.py      Group, MicroBatch: which ranks work together on which sequences
-    memory.py      MemoryChoice: what a micro-batch keeps, offloads or computes again
+    memory.py      MemoryChoice: activations that a micro-batch keeps, offloads or computes again
     sequences.py   Plan: the micro-batches of an optimizer step
     records.py     Record: JSON and digest of every plan
     check.py       check: whether a topology can run a plan of groups

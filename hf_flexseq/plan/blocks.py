@@ -1,4 +1,4 @@
-"""Blocks: consecutive tokens of a sequence that see both ways, such as those of one image.
+"""Blocks: consecutive tokens, within a sequence, that see both ways, such as one image's.
 
     tokens     0 1 [2 3 4] 5      blocks of the sequence: ((2, 5),)
     query 3    reads 0 1 2 3, and 4 of its own block
@@ -62,7 +62,7 @@ def later_pairs(blocks: Sequence[Range]) -> int:
 
 
 def _check(blocks: Sequence[Range], sequence: int, length: int) -> None:
-    """Raise ValueError unless blocks have tokens, ascend, and lie in a sequence of this length."""
+    """Raise ValueError unless blocks have tokens, ascend, and end within this length."""
     last = 0
     for start, stop in blocks:
         if not last <= start < stop <= length:

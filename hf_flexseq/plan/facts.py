@@ -1,4 +1,4 @@
-"""What a plan depends on besides the lengths of a step's sequences."""
+"""Facts that a plan depends on, besides the lengths of a step's sequences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

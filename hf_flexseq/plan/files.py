@@ -63,9 +63,10 @@ class RecordedStep:
     waited_s: float | None = None
     """Seconds that training waited for the plan; None if unknown."""
     tower: TowerLoad | None = None
-    """What the tower does for the step's images; None without images."""
+    """The tower's work for the step's images; None without images."""
     learned: dict[str, Any] | None = None
-    """What a cost model learns from the step (`cost/correction.py`); None if the file has none."""
+    """Figures of the step from which a cost model learns (`cost/correction.py`); None if the file
+    has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ class Group:
     strategy: str
     """Sharing of attention: one of `STRATEGIES`, `local` for one rank alone."""
     units: tuple[Unit, ...] = ()
-    """Those of its sequences that are units of rows with shared prefixes."""
+    """Its sequences that are units of rows with shared prefixes."""
 
     def __post_init__(self) -> None:
         ranks = self.ranks
@@ -62,7 +62,7 @@ class Group:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Ids of the drawn rows of its sequences: those of all rows for a unit."""
+        """Ids of the drawn rows of its sequences: for a unit, of all its rows."""
         if not self.units:
             return self.sequences
         of_units = {unit.sequence: [row for row, _ in unit.rows] for unit in self.units}
@@ -109,7 +109,7 @@ class MicroBatch:
     groups: tuple[Group, ...]
     """The groups, widest first."""
     memory: MemoryChoice | None = None
-    """What all its ranks do with activations; None for what the user has set for the run."""
+    """The choice of all its ranks for activations; None for the user's setting of the run."""
 
     def groups_of(self, rank: int) -> tuple[Group, ...]:
         """Return the groups of `rank`, widest first."""
@@ -132,7 +132,7 @@ def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 def with_longest_first(micro_batch: MicroBatch, lengths: Sequence[int]) -> MicroBatch:
     """Return the micro-batch with the sequences of each group by falling length, then by id. So
-    those that a kernel computes in calls of their own stand before those that share one.
+    sequences that have a kernel call to themselves come before sequences that share one.
 
     lengths: tokens of every sequence of the plan.
     """

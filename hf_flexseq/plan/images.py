@@ -1,13 +1,13 @@
 """Which rank runs the vision tower on which image of a step.
 
 A plan of groups says where the tokens of an image are; where its pixels are encoded is independent
-of it. The images of all ranks are placed by what the tower needs for them: the most expensive
-first, each on the rank with the least work so far (longest processing time first; Graham, "Bounds
-on multiprocessing timing anomalies", 1969). Every rank computes the same placement from sizes that
+of it. The images of all ranks are placed by the tower's work for them: the most expensive first,
+each on the rank with the least work so far (longest processing time first; Graham, "Bounds on
+multiprocessing timing anomalies", 1969). Every rank computes the same placement from sizes that
 all ranks know, so nothing is sent for it.
 
-A video whose frames the model encodes independently is divided into parts, each an image of its
-own (`frames_of_parts`), so that a long one can be shared out.
+A video whose frames the model encodes independently is divided into parts, each a separate image
+(`frames_of_parts`), and so several ranks can share a long video.
 
 A rank without an image encodes the cheapest one, too, as a *stand-in* whose features nobody reads:
 the parameters of a sharded tower are gathered by all ranks together, and DDP waits for gradients
@@ -31,7 +31,7 @@ PART_PATCHES = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSize:
-    """What all ranks know of an image, a video or a part of one, of a step."""
+    """The facts that all ranks have of an image, a video or a part of one, in a step."""
 
     sequence: int
     """Id of the sequence that it belongs to."""
@@ -66,7 +66,7 @@ class ImagePlacement:
     """Nanoseconds of each rank, without stand-ins."""
 
     cheapest: int
-    """Index of the image that stands in."""
+    """Index of the image that a rank without images encodes."""
 
     @property
     def imbalance(self) -> float:
@@ -106,7 +106,7 @@ class ImagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerLoad:
-    """What the tower does in a step that has images, in numbers."""
+    """The tower's work in a step that has images, in numbers."""
 
     images: int
     """Images and videos of the step, a divided one as many as its parts."""

@@ -1,18 +1,18 @@
-"""What a rank does in one micro-batch with what its layers compute in the forward and need again
-in the backward.
+"""The activations that a rank keeps, offloads or computes again in one micro-batch: tensors that
+its layers compute in the forward and need again in the backward.
 
 Layers count from the first that a token goes through. Of L layers,
 
     recomputed_layers     the first keep their input alone and run again in the backward; the
-                          others keep all that their backward needs
+                          others keep all tensors that their backward needs
     inputs_on_host        the first of these keep that input in the memory of the host
-    outputs_on_host       the first of these keep there what their attention, or their scan, gave
+    outputs_on_host       the first of these keep there the output of their attention or scan
     outputs_recomputed    the next ones compute attention again; the rest keep its output on the
-                          device, so that it runs once
+                          device and run it once
 
-What is on the host comes back one layer ahead of its use. `mlp_tiles` cuts the tokens of every
-layer's MLP into so many pieces, forward and backward: what is inside an MLP exists for one piece
-at a time, and is computed again in the backward.
+Tensors on the host come back one layer ahead of their use. `mlp_tiles` cuts the tokens of every
+layer's MLP into so many pieces, forward and backward: tensors inside an MLP exist for one piece at
+a time, and are computed again in the backward.
 
 The language model's head needs no number here: it always computes its logits for a fixed number of
 bytes at a time (`kernels/chunked_loss.py`), however many tokens there are.

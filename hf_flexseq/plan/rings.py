@@ -1,4 +1,5 @@
-"""Rings: strategies whose ranks hold chunks of each sequence and read those of others in rounds.
+"""Rings: strategies whose ranks hold chunks of each sequence and read other ranks' chunks in
+rounds.
 
 In a *round* every worker has a call with one *partner*, the rank at a fixed distance before it,
 modulo the degree. The round defines the call for a partner with earlier tokens than the worker,
@@ -85,7 +86,7 @@ def ring_named(strategy: str) -> Ring:
 
 @functools.cache
 def chunks_per_rank(strategy: str) -> int:
-    """Return the chunks per sequence of a rank, 0 for none; a hybrid has those of a zigzag."""
+    """Return the chunks per sequence of a rank, 0 for none; a hybrid has as many as a zigzag."""
     if strategy == "hybrid":
         return ZIGZAG.chunks_per_rank
     return ring_named(strategy).chunks_per_rank if strategy in RINGS else 0

@@ -7,7 +7,7 @@ plain sequence, in token order, are its *chain*:
     zigzag on two ranks, 8 tokens       0 0 1 1 1 1 0 0
     chain                               rank 0 [0, 2), rank 1 [2, 6), rank 0 [6, 8)
 
-Adjacent chunks of one rank are one segment. A segment of a unit of rows lies in one node, and
+Adjacent chunks of one rank are one segment. A segment of a unit of rows is in one node, and
 several may go on from it: the segments are a tree, and a chain is a tree without branches.
 `tests/plan/test_segments.py` compares the trees with the slices of all ranks.
 """
@@ -82,12 +82,12 @@ class SegmentTree:
         return self._stops[place] > place + 1 if after else self.parents[place] != ROOT
 
     def folded(self) -> dict[int, list[int]]:
-        """Return the places of the segments that stand for others where results of all that goes
-        on from a segment are summed, with those that each stands for.
+        """Return the places of segments that represent others where the results of all segments
+        that go on from one are summed, each with the places that it represents.
 
-        A segment with any of another rank after it stands for itself. Of the others, those of a
-        rank that go on from the same such segment have the first of them stand for all; those
-        further on are in their results.
+        A segment with any of another rank after it represents itself. Of the others, all segments
+        of a rank that go on from the same such segment are represented by the first of them;
+        segments further on are in their results.
         """
         found: dict[int, list[int]] = {}
         first_of: dict[tuple[int, int], int] = {}  # (parent, holder) -> the first place

@@ -115,7 +115,8 @@ class Plan(Record):
 
     def to_bytes(self) -> bytes:
         """Return the plan for other ranks, half as long as the record: a group is [first rank,
-        degree, strategy, sequences], and a micro-batch's choice for memory stands before them."""
+        degree, strategy, sequences], and a micro-batch's choice for memory comes before its
+        groups."""
         micro_batches = []
         for micro_batch in self.micro_batches:
             groups: list[Any] = []

@@ -24,8 +24,8 @@ A sequence of 8 tokens on two ranks, followed by a mirrored one of 6:
     one chunk  rank 0 | 0.0 0.1 0.2 0.3 1.3 1.4 1.5         rank 1 | 0.4 0.5 0.6 0.7 1.0 1.1 1.2
 
 If sequences are cut into chunks, the ranks of the first chunks send and receive other amounts than
-those of the last ones. So about half of a group's tokens are *mirrored*: the last rank holds the
-first chunk.
+the ranks of the last ones. So about half of a group's tokens are *mirrored*: the last rank holds
+the first chunk.
 
 No layout pads: parts differ by at most one token, and no rank holds more than ceil(tokens /
 degree) for a group. tests/plan/test_shard.py counts every token of random plans one by one.

@@ -4,10 +4,9 @@
     row 1    a b c f g h      node 1  d e        row 1 ends in node 2
                               node 2  f g h
 
-A unit is planned, cut and held as one sequence: its tokens are those of its nodes, one after the
-other, depth first. So the descendants of a node stand together behind it. The *path* of a node is
-the node with all nodes above it, and positions count along the path. A row is a path through the
-unit.
+A unit is planned, cut and held as one sequence: its tokens are its nodes' tokens, node after node,
+depth first. So the descendants of a node follow it directly. The *path* of a node is the node with
+all nodes above it, and positions count along the path. A row is a path through the unit.
 """
 
 import functools
@@ -63,8 +62,8 @@ class Unit(NamedTuple):
 
     @property
     def attended(self) -> "UnitLayout":
-        """Places of its nodes where those that do not branch are one with what follows them: a
-        row that ends inside of another one is nothing to attention, nor to a recurrence."""
+        """Places of its nodes where nodes that do not branch are joined with their child: to
+        attention, and to a recurrence, it does not matter if a row ends inside of another one."""
         return layout_of(without_single_children(self.nodes))
 
     def row_tokens(self) -> dict[int, int]:

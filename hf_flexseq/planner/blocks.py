@@ -86,9 +86,9 @@ def exchange_degrees(
 ) -> list[int]:
     """Return the numbers of ranks, ascending, that may exchange heads for tokens among each other.
 
-    Those of aligned blocks (`Topology.aligned_blocks`) over which a strategy may spread heads, no
-    more ranks than heads: of wider ones some would have none. strategy: what groups may use.
-    sp_degree: the one degree of all groups; None for any.
+    These are the sizes of aligned blocks (`Topology.aligned_blocks`) over which a strategy may
+    spread heads, up to the number of heads: in wider blocks some ranks would have none. strategy:
+    as in `CostModel.strategies`. sp_degree: the one degree of all groups; None for any.
     """
     strategies = cost.strategies(strategy)
     widest = topology.world_size if cost.heads is None else cost.heads

@@ -1,5 +1,5 @@
-"""What fits: the longest sequence that all ranks hold together, under each choice for activations
-that planners have (`cost/choices.py`), and what each choice costs."""
+"""The longest sequence that all ranks hold together, under each choice for activations that
+planners have (`cost/choices.py`), and the cost of each choice."""
 
 import math
 from bisect import bisect_left
@@ -22,7 +22,7 @@ class Fit:
     """One sequence on all ranks, under one choice for its activations."""
 
     choice: MemoryChoice
-    """What is done with activations."""
+    """Which activations are kept, offloaded or computed again."""
     tokens_per_rank: int
     """Most tokens of a rank under this choice."""
     longest: int
@@ -47,8 +47,8 @@ def fit_of(
 ) -> Fit:
     """Return the figures of a sequence on all ranks under a choice.
 
-    length: tokens of the sequence, which need not fit; None for the longest that does, of which
-    there has to be one. strategy: what the ranks may use, as in `CostModel.strategies`.
+    length: tokens of the sequence, which need not fit; None for the longest that fits, which must
+    have a token. strategy: as in `CostModel.strategies`.
     """
     assert cost.activations is not None, "only a cost model with activations has choices"
     world = topology.world_size
@@ -88,8 +88,8 @@ def seconds_of(
 
 
 def ladder(cost: CostModel, topology: Topology, length: int | None = None) -> tuple[Fit, ...]:
-    """Return what fits under each choice that planners have, by rising tokens; () where the cost
-    model has no choices, or none holds a token.
+    """Return a fit for each choice that planners have, by rising tokens; () where the cost model
+    has no choices, or none holds a token.
 
     length: tokens of the sequence whose seconds and bytes are counted; None for the longest one
     of each choice.
@@ -129,8 +129,9 @@ def ranks_for(cost: CostModel, topology: Topology, length: int) -> int | None:
 
 
 def next_levers(cost: CostModel, topology: Topology, rungs: Sequence[Fit]) -> list[str]:
-    """Return a line for each rung of a ladder: what takes a longest sequence further, and the
-    share of its seconds that this costs. Behind the last rung are more ranks."""
+    """Return a line for each rung of a ladder: the choice that allows a longer sequence, and the
+    share of its seconds that this costs. After the last rung only more ranks or more memory
+    help."""
     lines = []
     for rung, higher in pairwise(rungs):
         price = _price_of(cost, topology, rung, higher)

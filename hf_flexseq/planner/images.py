@@ -1,10 +1,10 @@
 """How the images of a step are encoded: on which ranks, and whether the tower's graph is kept.
 
 The graph of a trained tower is held from the first micro-batch to the last, beside the
-activations of text. Without it an image runs forward once more. What a rank has left for tokens
-decides: a step is planned without the graph where it is promised to take less time so, that
-forward included, and where a sequence fits nowhere beside it. The graph of a sharded tower is kept
-where the step is one micro-batch.
+activations of text. Without it an image runs forward once more. The memory that a rank has left
+for tokens decides: a step is planned without the graph if that promises less time, the second
+forward included, or if a sequence fits nowhere beside the graph. The graph of a sharded tower is
+kept where the step is one micro-batch.
 """
 
 import math

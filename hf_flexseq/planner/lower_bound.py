@@ -35,9 +35,9 @@ def bound_ns(
 ) -> int:
     """Return nanoseconds that no step on these sequences can undercut.
 
-    Every sequence must fit on some degree. lengths: [sequences] tokens. strategy: what groups of
-    two ranks and more may use. cap: most tokens of a rank in a micro-batch. sync: `lockstep` or
-    `free`. shares: see `cheapest`.
+    Every sequence must fit on some degree. lengths: [sequences] tokens. strategy: as in
+    `CostModel.strategies`. cap: most tokens per rank and micro-batch. sync: `lockstep` or `free`.
+    shares: see `cheapest`.
     """
     if not len(lengths):
         return 0

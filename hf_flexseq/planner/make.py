@@ -9,9 +9,9 @@
                    or offload more than is set for the run (`memory.py`); the planner makes
                    micro-batches (`search/` for `auto`; see `registry.py`)
     3. order       micro-batches that communicate most come first (`order.py`)
-    4. bound       what no plan can beat (`lower_bound.py`)
-    5. note        why the widest groups are as wide as they are, and how much experts take that
-                   lie on several ranks (`notes.py`)
+    4. bound       seconds that no plan can beat (`lower_bound.py`)
+    5. note        why the widest groups are as wide as they are, and how much time experts on
+                   several ranks take (`notes.py`)
 
 The same arguments give the same plan, but for `planning_s`, on any machine: planners decide by
 integers and are bounded by counted work. `process/worker.py` and `process/client.py` run this

@@ -1,11 +1,11 @@
 """Which choice for activations (`plan/memory.py`) each micro-batch of a step is planned with.
 
 Choices form a ladder (`cost/choices.py`): a rung has more room for tokens than the one below it,
-and takes longer for each. The lowest one is what the user has set. A step can be planned
+and takes longer for each. The lowest one is the user's setting. A step can be planned
 
     as set        all of it on the lowest rung
     long apart    sequences that do not fit there on the lowest rung that holds the longest, in
-                  micro-batches of their own, and all others as set
+                  separate micro-batches, and all others as set
     on a rung     all of it on a higher one: long sequences then need fewer ranks, and the step
                   fewer micro-batches
 
@@ -14,9 +14,9 @@ less. Another one is planned where its bound promises so much over the best plan
 micro-batch then takes the lowest rung that holds its fullest rank. So most steps are planned once,
 and those that cannot gain as if there were no choices.
 
-Rejected: a choice for each rank. Ranks of a group must agree on what they compute again, and the
-others wait for the slowest anyway. Rejected: short sequences beside long ones that do not fit as
-set, as many as there is time for. On 120 steps that gained nothing over the ways above.
+Rejected: a choice for each rank. Ranks of a group must agree on the activations that they compute
+again, and other ranks wait for the slowest anyway. Rejected: short sequences beside long ones that
+do not fit as set, as many as time allows. On 120 steps that gained nothing over the ways above.
 """
 
 import math

@@ -4,7 +4,7 @@ Memory forces a degree if the longest sequence fits on no fewer ranks. Otherwise
 the seconds of that sequence alone on this degree, on the narrowest possible one, on half and on
 twice as many ranks.
 
-Others say how much of the step experts take that lie on several ranks, and which choices for
+Other notes say how much of the step experts on several ranks take, and which choices for
 activations were made.
 """
 
@@ -80,8 +80,8 @@ def choice_note(
     objective_ns: int,
     as_set_ns: float,
 ) -> str:
-    """Return what a plan chose for activations, and why. as_set_ns: at least, of the step as set
-    for the run; infinite where a sequence fits nowhere so."""
+    """Return the choices that a plan made for activations, with the reason. as_set_ns: lower bound
+    of the step as set for the run; infinite where a sequence fits nowhere so."""
     chosen = Counter(str(one.memory or "as set for the run") for one in micro_batches)
     parts = [f"{count} of {len(micro_batches)} {name}" for name, count in chosen.items()]
     if math.isinf(as_set_ns):

@@ -1,7 +1,7 @@
 """The order of a step's micro-batches: those whose ranks communicate most come first.
 
 In lockstep the order makes no difference to the sum. Ranks that meet only in their groups wait in
-each of these for the one that had more to do alone before; what they do alone comes last, where
+each group for the rank that had more to do alone before; work of single ranks comes last, where
 such differences cancel out. And gradients are reduced while the last micro-batch computes, best on
 a link that it leaves alone.
 

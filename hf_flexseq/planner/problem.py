@@ -129,10 +129,10 @@ def cheapest(
     the index of that strategy in `cost.strategies`: two arrays, [sequences].
 
     The nanoseconds are NEVER where no strategy is allowed. lengths: [sequences] tokens. shape:
-    degree, and whether it spans nodes. strategy: what groups of two ranks and more may use. alone:
-    whether the nanoseconds are those of a group of this sequence only, by the strategy that it
-    would get: Ulysses unless another is cheaper by more than `CLOSE`. shares: [sequences] of the
-    causal pairs that units have; None for plain sequences.
+    degree, and whether it spans nodes. strategy: as in `CostModel.strategies`. alone: whether to
+    count a group of this sequence only, by the strategy that it would get: Ulysses unless another
+    is cheaper by more than `CLOSE`. shares: [sequences] of the causal pairs that units have; None
+    for plain sequences.
     """
     degree, spans_nodes = shape
     names = ("local",) if degree == 1 else cost.strategies(strategy)

@@ -1,14 +1,14 @@
-"""Which rows of a step share their prefixes, and the plan of what is left to compute.
+"""Which rows share their prefixes in a step, and the plan of the remaining work.
 
-    units         of all rows that begin alike (`steps/prefixes.py`)
+    units         of all rows with common prefixes (`steps/prefixes.py`)
  -> worthwhile    those that are predicted to gain, cut where no ranks could hold them
  -> Lengths       tokens of every planned sequence, with the share of causal pairs that units have
  -> micro-batches of sequences, whose groups get their units back (`with_units`)
 
 A unit saves its shared tokens once for every further row. In return it is one piece of work:
-where a step has fewer pieces than ranks, rows by themselves may be shared out more evenly. Such a
-step is planned with its units whole, cut into as many parts as it takes to give every rank work,
-and without them.
+where a step has fewer pieces than ranks, single rows may be shared out more evenly. Such a step is
+planned with its units whole, cut into as many parts as it takes to give every rank work, and
+without them.
 """
 
 import functools
@@ -50,8 +50,7 @@ class SharedRows:
         return cls(rows=tuple(rows), units=plan.units)
 
     def part(self, start: int, stop: int) -> "SharedRows":
-        """Return rows [start, stop) by themselves, counted from 0, with what they share and their
-        images."""
+        """Return rows [start, stop) alone, counted from 0, with their units and images."""
         units = []
         for unit in self.units:
             own = [(row, node) for row, node in unit.rows if start <= row < stop]
@@ -199,7 +198,7 @@ def _longest(unit: Unit) -> int:
 
 def cut(unit: Unit, most: int) -> list[Unit]:
     """Return units of the same rows, each of at most `most` tokens if its rows are: neighbours in
-    the tree stay together, and what parts share is held by each of them."""
+    the tree stay together, and each part holds the nodes that it shares with others."""
     if unit.tokens <= most:
         return [unit]
     parts: list[Unit] = []
@@ -221,7 +220,7 @@ def cut(unit: Unit, most: int) -> list[Unit]:
 
 def restricted(unit: Unit, rows: Sequence[tuple[int, int]]) -> Unit:
     """Return the unit of some of its rows, given as (row, last node): nodes that no longer branch
-    become one with what follows them."""
+    are joined with their child."""
     used = sorted({node for _, last in rows for node in unit.layout.path(last)})
     nodes, places = joined(unit.nodes, used, ends={last for _, last in rows})
     return Unit(nodes, tuple(sorted((row, places[last]) for row, last in rows)))

@@ -1,5 +1,5 @@
-"""One degree for every sequence: what a run without flexible groups does, and the floor under the
-other planners.
+"""One degree for every sequence: the plan of a run without flexible groups, and the floor under
+the other planners.
 
 1. Best fit, longest first, packs the sequences into as few groups as possible; their number gives
    the micro-batches.

@@ -1,5 +1,5 @@
-"""Nanoseconds that no lockstep plan beats, by a mixed-integer program: above those of
-`lower_bound.py`.
+"""Nanoseconds that no lockstep plan beats, by a mixed-integer program: a higher bound than
+`lower_bound.py` gives.
 
 There is a program for each number M of micro-batches that may beat a known plan. T_b are the
 nanoseconds of micro-batch b. x_isb in {0, 1} says whether the long row i is on d ranks of shape s
@@ -18,7 +18,7 @@ a class of similar ones has shares x_isb, and the least per token of any of its 
                                                                class has its exact least area
 
 Values of u that add up to 1 at most have values of floor((k + 1) u) / k that do, if it is u where
-(k + 1) u is whole. Two rows with u > 1 / 2 share no rank. What else such a rank does takes `rest`
+(k + 1) u is whole. Two rows with u > 1 / 2 share no rank. Other work of such a rank takes `rest`
 at most: the tokens that are left, times the most nanoseconds per token of any row that fits there.
 
 Waits of groups are left out: all rows of a group share them. Groups have the shapes of `auto`'s.
@@ -106,7 +106,7 @@ class _Program:
         self.solver.addConstr(float(least_area.sum()) + self.solver.qsum(lost) <= all_time)
 
     def _constrain(self, of_b: Variables, slowest: Any) -> Any:
-        """Add what holds for one micro-batch, and return the sum of what its ranks are idle."""
+        """Add the constraints of one micro-batch, and return its ranks' summed idle time."""
         world, solver = self.problem.world, self.solver
         everywhere = {key: x for key, x in of_b.items() if self.degrees[key[1]] == world}
         for item in range(self.long_rows):

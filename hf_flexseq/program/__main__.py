@@ -91,8 +91,8 @@ def recurrent_rows(text: str) -> tuple[str, RowShape]:
     """Read a recurrent layer's rows written as convolution:CHANNELSxWIDTH, such as
     convolution:8192x4, or scan:HEADSxKEYxVALUE, such as scan:32x128x128.
 
-    Returns what it is, and its rows in bfloat16: those of a scan are summaries of a delta rule, in
-    float32. Raises ArgumentTypeError for anything else.
+    Returns `convolution` or `scan`, and its rows: in bfloat16 for a convolution; for a scan
+    summaries of a delta rule, in float32. Raises ArgumentTypeError for anything else.
     """
     number = "([1-9][0-9]{0,5})"
     match = re.fullmatch(f"convolution:{number}x{number}", text)
@@ -170,7 +170,7 @@ def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> Non
 
 
 def _shard(plan: Plan, options: Namespace) -> Shard:
-    """Return what the rank holds of the micro-batch that was asked for."""
+    """Return the rank's shard of the micro-batch that was asked for."""
     micro_batch = plan.micro_batches[options.micro_batch]
     events = 0
     for group in micro_batch.groups_of(options.rank):
@@ -189,7 +189,7 @@ def _one_node(plan: Plan, options: Namespace) -> Topology:
 
 
 def _title(name: str, made: Program, topology: Topology, rank: int) -> str:
-    """Return a line that says what a program amounts to."""
+    """Return a line that sums up a program."""
     posts = made.posts(topology.node_of, rank=rank)
     return (
         f"{name} of rank {rank}: {len(made.instructions)} instructions, "

@@ -228,8 +228,13 @@ class Builder:
             self._kernel_lses[lse.number] = made
         return self._kernel_lses[lse.number]
 
-    def columns(self, lse: Value, start: int, stop: int) -> Value:
-        """Return columns [start, stop) of lse: [H, t] -> [H, stop - start], a view."""
+    def columns(self, lse: Value, rows: RowsSpec) -> Value:
+        """Return the columns of some rows of lse: [H, t] -> [H, n], a view where they stand
+        together; it must not change any more."""
+        if rows.array is not None:
+            return self.kernel_lse(self.take(self.turned(lse), rows))
+        assert rows.start is not None, "rows of another rank have no columns here"
+        start, stop = rows.start, rows.start + rows.tokens
         if (start, stop) == (0, lse.shape[1]):
             return lse
         shape = (lse.rows, stop - start)
@@ -257,7 +262,8 @@ class Builder:
     def arrived_heads(
         self, flat: Value, tokens: int, heads: Sequence[int], head_dim: int
     ) -> Values:
-        """Return what all ranks sent as views: flat, by rank -> [tokens, heads, D] by tensor."""
+        """Return the heads that all ranks sent, as views: flat, by rank -> [tokens, heads, D] by
+        tensor."""
         outs = tuple(self._value((tokens, count, head_dim), flat.dtype) for count in heads)
         self._emit("arrived_heads", (flat,), outs, tokens, tuple(heads), head_dim)
         return outs
@@ -300,7 +306,7 @@ class Builder:
         made: Sequence[tuple[Sequence[int], str]],
         *constants: Any,
     ) -> Values:
-        """Emit an operation of one strategy alone; made: (shape, dtype) of what it makes."""
+        """Emit an operation of one strategy alone; made: (shape, dtype) of each result."""
         outs = tuple(self._value(shape, dtype) for shape, dtype in made)
         self._emit(operation, ins, outs, *constants)
         return outs
@@ -317,8 +323,8 @@ class Builder:
     def post(self, spec: PostSpec, sent: Sequence[Value], received: Sequence[Value]) -> int:
         """Post some messages, and return the number of the post.
 
-        sent: what is sent, kept as it is until the wait. received: values of `received`, which
-        hold what has come from the wait on.
+        sent: values to send, left as they are until the wait. received: values from `received`,
+        which hold the received data from the wait on.
         """
         shapes = tuple((value.number, value.shape, value.dtype) for value in received)
         number = self._posts

@@ -4,12 +4,12 @@
 
     MicroBatchLayout    finds rows, ring steps and lengths of all zones, which no layer changes
     compile_program     compiles them for layers of one shape: FORWARD, BACKWARD, BACKWARD_OF_ROWS,
-                        and what recurrent layers exchange (`segments.py`)
+                        and the exchanges of recurrent layers (`segments.py`)
 
-All layers of one shape share a program, so it is compiled once for a micro-batch. A backward saves
-what every zone asks for; `backward_of_rows` is for layers under activation checkpointing, which
-keep this rank's own rows alone (`attention/remat.py`). A planner's passes may rewrite a finished
-program (`passes.py`).
+All layers of one shape share a program, so it is compiled once for a micro-batch. `backward` reads
+the values that every zone has saved; `backward_of_rows` is for layers under activation
+checkpointing, which keep this rank's own rows alone (`attention/remat.py`). A planner's passes may
+rewrite a finished program (`passes.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks, Range, block_rows
 from hf_flexseq.plan.shard import Shard, Zone, cuts
 from hf_flexseq.program import row_programs
-from hf_flexseq.program.both_ways_zone import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.calls import CallsZone, whole_zone
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.hybrid import hybrid_zone
@@ -35,15 +35,13 @@ from hf_flexseq.program.instructions import (
     RowShape,
     Value,
 )
-from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.ring import ring_zone
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS, ZoneLayout
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
-from hf_flexseq.program.whole_trees import whole_tree_zone
-from hf_flexseq.program.zones import LayerRows, NoZone, Sinks, ZoneAttention
+from hf_flexseq.program.zones import LayerRows, Sinks, ZoneAttention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +130,8 @@ class MicroBatchLayout:
         return self._kept_zones(reach, both_ways=False)
 
     def zones_both_ways(self, reach: Reach) -> tuple[ZoneAttention, ...]:
-        """Return what `zones` does where the tokens of blocks read each other both ways."""
+        """Return the attention of every group where the tokens of blocks read each other both
+        ways."""
         return self._kept_zones(reach, both_ways=True)
 
     def _kept_zones(self, reach: Reach, *, both_ways: bool) -> tuple[ZoneAttention, ...]:
@@ -160,7 +159,7 @@ class MicroBatchLayout:
                 blocks=self._block_rows[number] if both_ways else (),
             )
             zones.append(attention)
-        return tuple(zones) or (NoZone(),)
+        return tuple(zones) or (CallsZone(slice(0, 0)),)
 
 
 # What a program of attention does.
@@ -207,8 +206,8 @@ def forward(parts: Parts, shape: LayerShape) -> Program:
 
 
 def backward(parts: Parts, shape: LayerShape, saved: Sequence[Values]) -> Program:
-    """Compile the backward: dout, and by zone what the forward saved -> dq, dk, dv, [tokens,
-    heads, head_dim] each.
+    """Compile the backward: dout, and by zone the values that the forward saved -> dq, dk, dv,
+    [tokens, heads, head_dim] each.
 
     saved: of the program of the forward. The sinks [heads] of a layer that has any come behind
     dout, and their gradient comes last.
@@ -255,7 +254,7 @@ SUMMARIES_AFTER = "summaries after"
 
 
 def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
-    """Compile what a recurrent layer exchanges: rows [n, columns] -> [m, columns].
+    """Compile an exchange of a recurrent layer: rows [n, columns] -> [m, columns].
 
     what: HALO or HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_AFTER, of a scan.
     """
@@ -325,12 +324,15 @@ def _zone_attention(
     ranks = zone.group.ranks
     match zone.group.strategy:
         case "local":
-            alone: ZoneAttention
-            if trees := zone.group.trees:
-                alone = whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
-            else:
-                alone = LocalZone(rows, zone.lengths, tables, most_runs=waits, reach=reach)
-            return seeing_both_ways(alone, blocks, reach, tables)
+            return whole_zone(
+                rows,
+                zone.lengths,
+                tables,
+                reach=reach,
+                trees=zone.group.trees,
+                blocks=blocks,
+                most_calls=waits,
+            )
         case "ulysses":
             return ulysses_zone(
                 zone, channel, tables, reach, blocks, piece_rows=machine.piece_rows(ranks)

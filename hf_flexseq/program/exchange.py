@@ -29,8 +29,8 @@ class Channel(NamedTuple):
     number: int
     """Index of the group's zone among the zones of this rank.
 
-    Groups are nested and zones stand widest first, so all ranks of a group have the same wider
-    zones before it and agree on its number. Tags of different zones differ.
+    Groups are nested and zones are ordered widest first, so all ranks of a group have the same
+    wider zones before it and agree on its number. Tags of different zones differ.
     """
 
     def tag(self, message: int) -> int:
@@ -44,7 +44,7 @@ class Channel(NamedTuple):
 
 
 class Label:
-    """Says what the messages of an exchange are, and to which group they belong."""
+    """Names the messages of an exchange, and the group to which they belong."""
 
     __slots__ = ("channel", "describe", "peers")
 
@@ -54,7 +54,7 @@ class Label:
         self.peers: set[tuple[int, bool]] = set()  # (peer, whether this rank sends)
 
     def __call__(self, peer: int, sent: bool) -> str | None:
-        """Return what a message is; None for one that is not of this exchange."""
+        """Return a message's name; None for messages of other exchanges."""
         if (peer, sent) not in self.peers:
             return None
         text = self.describe(peer, sent)
@@ -105,7 +105,7 @@ class Exchange:
         return tuple(values)
 
     def recv_into(self, value: Value, peer: int) -> None:
-        """Add a value [rows, ...] that will hold what `peer` sends."""
+        """Add a value [rows, ...] that will hold the rows that `peer` sends."""
         self.label.peers.add((peer, False))
         if 0 not in value.shape:
             self._recvs.append((value, peer))

@@ -124,7 +124,7 @@ class LeavingHeads:
         head_dim: int,
         dtype: str,
     ) -> None:
-        """pieces: the heads that each rank has in a piece. dtype: of what travels."""
+        """pieces: the heads that each rank has in a piece. dtype: of the tensors that travel."""
         self._builder = b
         self._exchange = exchange
         self._head_dim = head_dim

@@ -120,9 +120,9 @@ def read_by(b: Builder, x: Value, keys: range, share: HeadShare) -> Value:
 
 
 def sum_of(b: Builder, grads: Sequence[Value], keys: range, shares: Sequence[HeadShare]) -> Value:
-    """Return the gradient of what `read_by` was given, [tokens, heads `keys`, head_dim].
+    """Return the gradient of the input of `read_by`, [tokens, heads `keys`, head_dim].
 
-    grads: by share, the gradients of what it returned.
+    grads: by share, the gradients of its result.
     """
     read: list[int] = []  # by head of all gradients, its number in `keys`
     for share in shares:

@@ -6,16 +6,16 @@ nodes.
 
 1. The ranks of a node exchange tokens for heads over the fast link (`ulysses.py`).
 2. Every rank puts the rows of its node in the order of the sequences.
-3. Every rank runs the ring (`ring.py`) with one rank of each other node, the one that has the same
-   index in its node and so the same heads: what crosses is one rank's share of the heads of each
-   node's keys and values, in nodes - 1 steps instead of degree - 1.
+3. Every rank runs the ring (`ring.py`) with the rank of each other node that has the same index in
+   its node, and so the same heads: of each node's keys and values only one rank's share of the
+   heads crosses, in nodes - 1 steps instead of degree - 1.
 4. The results go back the same way.
 
 USP (arXiv 2405.07719) and LoongTrain (arXiv 2406.18485), with the head side inside.
 
-The layout is `zigzag`'s over all ranks, whatever the size of a node: the chunks of a node's
-ranks are two contiguous parts of a sequence, the very chunks of a zigzag over nodes. They only
-have to be put in order.
+The layout is `zigzag`'s over all ranks, whatever a node's size: the chunks of a node's ranks are
+two contiguous parts of a sequence, the very chunks of a zigzag over nodes. They only have to be
+put in order.
 """
 
 from collections.abc import Sequence
@@ -98,7 +98,7 @@ def hybrid_zone(
 
 
 class Reordered:
-    """An attention on rows that stand in another order outside than it wants them inside."""
+    """An attention whose rows have another order outside than inside."""
 
     __slots__ = ("inner", "inner2outer", "outer2inner")
 
@@ -111,7 +111,7 @@ class Reordered:
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [tokens, heads, head_dim]; what is saved stands in the inner order.
+        """Return out [tokens, heads, head_dim]; saved values are in the inner order.
 
         q: [tokens, heads, head_dim]. k, v: [tokens, kv_heads, head_dim].
         """
@@ -130,7 +130,8 @@ class Reordered:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does. rows: in the outer order, but lse as `inner` saved it."""
+        """Return the same gradients as `backward`. rows: in the outer order, but lse as `inner`
+        saved it."""
         *outer, lse = rows
         inner_rows = LayerRows._make((*(b.take(x, self.inner2outer) for x in outer), lse))
         grads = yield from self.inner.backward_of_rows(b, inner_rows, sinks)
@@ -152,8 +153,8 @@ def _rows_in_order(
     """Return int64 [tokens of the node], the rows of the node's tokens in the order of the
     sequences, first token to last.
 
-    Rows are counted over the ranks of the node, one rank after the other. chunks_by_rank: what
-    each of them holds.
+    Rows are counted over the ranks of the node, one rank after the other. chunks_by_rank: that
+    each rank holds.
     """
     rows_of_chunk = {}
     start = 0

@@ -6,9 +6,9 @@
     15 wait          1
 
 A *value* is a tensor of known shape that does not exist yet. An instruction names an operation of
-`attention/replay.py`, the values that it reads, those that it makes, and its constants. Some
-operations write to what they read (`merge`, `add`, `put`); which ones is said at their methods in
-`builder.py`.
+`attention/replay.py`, the values that it reads, the values that it makes, and its constants. Some
+operations write to values that they read (`merge`, `add`, `put`); their methods in `builder.py`
+say which.
 """
 
 from collections import Counter
@@ -177,8 +177,8 @@ class PostSpec(NamedTuple):
     sends: tuple[MessageSpec, ...]
     recvs: tuple[MessageSpec, ...]
     labels: tuple[Any, ...]
-    """Callables (peer, whether this rank sends) -> what the message is, or None for another one's;
-    asked for when a transfer fails."""
+    """Callables (peer, whether this rank sends) -> the message's name, or None for messages of
+    other exchanges; called when a transfer fails."""
 
     @property
     def peers(self) -> list[int]:
@@ -191,7 +191,7 @@ class PostSpec(NamedTuple):
         return ", ".join((*sent, *received))
 
     def label(self, peer: int, sent: bool) -> str:
-        """Return what the messages between this rank and `peer` are, for errors."""
+        """Return the names of the messages between this rank and `peer`, for errors."""
         names = [label(peer, sent) for label in self.labels]
         return " or ".join(name for name in names if name is not None)
 
@@ -254,7 +254,7 @@ class Program(NamedTuple):
     outputs: tuple[Value, ...]
 
     saved: tuple[tuple[Value, ...], ...]
-    """By zone, what the backward reads, the log-sum-exp last; empty for a backward."""
+    """By zone, the values that the backward reads, the log-sum-exp last; empty for a backward."""
 
     instructions: tuple[Instruction, ...]
 
@@ -329,7 +329,7 @@ def _names(numbers: Iterable[int]) -> str:
 def last_uses(
     instructions: tuple[Instruction, ...], kept: Iterable[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return by instruction the values that are not read later, without those of `kept`."""
+    """Return by instruction the values that are not read later, except `kept`."""
     seen = set(kept)
     frees = []
     for one in reversed(instructions):

@@ -1,8 +1,8 @@
 """Passes that a planner may add to its plans, over the programs of a micro-batch.
 
-A finished program is data. What the plans of one planner alone need is done to it afterwards, so
-that neither compiler nor replay depends on it. A planner names what makes its passes in the
-registry of planners; the executor applies them.
+A finished program is data. Passes rewrite it where one planner's plans alone need it, so neither
+compiler nor replay depends on such plans. A planner names the function that makes its passes in
+the registry of planners; the executor applies them.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class PlanPasses(Protocol):
     """The passes of a planner, on all ranks alike."""
 
     def shards(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> list[Shard] | None:
-        """Return what every rank holds of a micro-batch, [world_size], if some rank holds other
-        tokens outside of attention than in it; None if none does.
+        """Return every rank's shard of a micro-batch outside of attention, [world_size], if some
+        rank holds other tokens there than in attention; None if none does.
 
         lengths: tokens of every sequence of the plan, by sequence id.
         """

@@ -1,4 +1,5 @@
-"""The one compiler of the ring family: makes instructions of ring steps (`ring_steps.py`).
+"""The one compiler of the ring family: makes instructions of ring steps (`ring_steps.py`). Read
+`tests/attention/reference_ring.py` first: the same ring, without the parts that make it fast.
 
 A *step* of a ring is at most one attention call of this rank: some queries against some keys and
 values of the same sequences. Either side may be held by another rank; which one, and when, is
@@ -19,15 +20,15 @@ calls and is only summed. At every step:
 2. compute dQ, dK and dV of the call;
 3. send dK and dV straight to the owner of the keys, and dQ to the owner of the queries.
 
-What a step sends back leaves in one post with what a step `AHEAD` + 1 later reads, so a step has
-one post, and as many steps' inputs are on their way as if each had left when the step before its
+A step's results leave in one post with the inputs of the step `AHEAD` + 1 later, so a step has one
+post, and as many steps' inputs are on their way as if each had left when the step before its
 predecessor began.
 
 The first call, over this rank's own chunks, reads all of its rows: its result begins the sums, and
-nothing has to be cleared. Owners add up gradients in the order of the steps, so that sums do not
-depend on what arrives first. A part of the work that reads nothing from others comes last, for the
-last gradients to travel under (`ring_steps.backward_order`). Transfers are posted in the order of
-the steps on all ranks, which is why nothing can hang (`weave.py`).
+nothing has to be cleared. Owners add up gradients in the order of the steps, so sums do not depend
+on the order of arrival. A part of the work that reads nothing from others comes last, for the last
+gradients to travel under (`ring_steps.backward_order`). Transfers are posted in the order of the
+steps on all ranks, which is why nothing can hang (`weave.py`).
 
 Ring Attention (arXiv 2310.01889) for the blockwise merge; DistFlashAttn (arXiv 2310.03294, section
 3) for helpers and for fetching ahead. Everything travels in the dtype of the inputs (a log-sum-exp
@@ -48,7 +49,7 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.halo import halo_zone
+from hf_flexseq.program.halo_rows import halo_zone
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.ring_exchanges import (
     AHEAD,
@@ -66,7 +67,6 @@ from hf_flexseq.program.ring_steps import (
 )
 from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tables import Tables
-from hf_flexseq.program.tree_halo import tree_halo_zone
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.program.zones import LayerRows, Sinks, ZoneAttention
 
@@ -80,7 +80,7 @@ class RingZone:
         self, rows: slice, steps: Sequence[RingStep], channel: Channel, tables: Tables
     ) -> None:
         """rows: the rows [start, stop) of this zone among all rows of the rank.
-        steps: what this rank does, in order. tables: of the steps.
+        steps: of this rank, in order. tables: of the steps.
         """
         self.rows = rows
         self.steps = steps
@@ -90,7 +90,8 @@ class RingZone:
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [t, H, D], and what `backward` needs. q [t, H, D], k and v [t, Hkv, D]."""
+        """Return out [t, H, D], and the values for `backward`. q [t, H, D], k and v [t, Hkv,
+        D]."""
         kv = b.pair(k, v)  # 2 x [t, Hkv, D] -> [t, 2, Hkv, D]
         lse_like = Value(-1, q.shape[:2], WIDE)  # [t, H]
         running = RunningResult(b, q)
@@ -132,7 +133,8 @@ class RingZone:
     ) -> ZoneSteps[Values]:
         """Return dq [t, H, D], dk and dv [t, Hkv, D] of this rank's rows, still in float32.
 
-        dout [t, H, D]: gradient of `forward`'s out. saved: what `forward` returned beside it.
+        dout [t, H, D]: gradient of `forward`'s out. saved: the values that `forward` returned
+        beside it.
         """
         q, kv, out, lse = saved
         if sinks is not None:
@@ -173,7 +175,7 @@ class RingZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` returns. rows: lse is [t, H]."""
+        """Return the same gradients as `backward`. rows: lse is [t, H]."""
         saved = (rows.q, b.pair(rows.k, rows.v), rows.out, rows.lse)
         return self.backward(b, rows.dout, saved, sinks)
 
@@ -203,10 +205,8 @@ def ring_zone(
     rows: of the zone among all rows of the rank. worthy_pairs, device: see `make_ring_steps`.
     trees: of each sequence, if any is a unit.
     """
-    if trees:
-        return tree_halo_zone(rows, layout, reach, channel, trees)
-    if not reach.is_full:
-        return halo_zone(rows, layout, reach, channel)
+    if trees or not reach.is_full:
+        return halo_zone(rows, layout, reach, channel, trees)
     steps = make_ring_steps(layout, worthy_pairs=worthy_pairs, device=device)
     return RingZone(rows, steps, channel, layout.tables)
 

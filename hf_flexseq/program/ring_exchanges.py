@@ -1,4 +1,4 @@
-"""The exchanges of ring steps: what their calls read, and what their results are about.
+"""The exchanges of ring steps: inputs of their calls, and results for the rows' owners.
 
     RingExchanges   the fetch of a step's inputs, and the return of its results
     Fetches         the fetches of all steps, `AHEAD` of them on their way
@@ -59,7 +59,7 @@ class RingExchanges:
         self.channel = channel
 
     def fetch(self, step: RingStep, of_queries: Values, kv: Value) -> PendingFetch:
-        """Collect what the calls of a step read: from peers to this rank, and from here to peers.
+        """Collect the inputs of a step's calls: from peers to this rank, and from here to peers.
 
         Rows [t, ...] on the rank that holds them -> [n, ...] on the rank that reads them.
         """
@@ -155,9 +155,8 @@ class Fetches:
             post(self._builder, self._collect_until(self._posted + count))
 
     def post_with(self, back: Exchange) -> None:
-        """Post the return of the step that has been taken last, together with the fetch that is
-        due: that of the step `AHEAD` + 1 later, so that `AHEAD` are on their way when the next
-        step begins."""
+        """Post the return of the step that has been taken last, together with the fetch of the
+        step `AHEAD` + 1 later: `AHEAD` fetches are on their way when the next step begins."""
         post(self._builder, [back, *self._collect_until(self._taken + AHEAD + 1)])
 
     def next(self) -> tuple[Values, Values]:
@@ -215,7 +214,7 @@ def _send_results(
 def _receive_results(
     exchange: Exchange, shares: Sequence[Share], likes: Values
 ) -> tuple[tuple[RowsSpec, Values], ...]:
-    """Return (rows, results [n, ...]) of what peers compute about each of the shares.
+    """Return (rows, results [n, ...]), computed by peers, for each of the shares.
 
     The results have come when `exchange` has been waited for.
     likes: values [t, ...] that are like the results but for the number of rows.

@@ -10,7 +10,7 @@ call, and one message per tensor and peer. Groups with two directions alternate 
 step of the one and a step of the other. Where the calls of a direction are short, a step takes
 several times of the schedule: one kernel call and one post for all of them.
 
-What one step of one rank looks like, in the forward:
+One step of one rank, in the forward:
 
     1. this rank sends     sent_queries, sent_keys    to the workers whose calls read them
     2. this rank fetches   queries, keys              unless they are its own rows
@@ -20,10 +20,10 @@ What one step of one rank looks like, in the forward:
 In the backward the same rows travel, dQ goes to the peer of `queries`, and dK and dV to the peer
 of `keys`. `ring.py` compiles a list of steps.
 
-Every rank derives what it sends and what it receives from the same schedule and lengths, so every
-send has its receive. Sequences of which a call has no query or no key are left out of the call, on
-both sides. `tests/program/test_ring_steps.py` plays the steps of all ranks on token names and
-compares with a list of all pairs.
+Every rank derives its sends and receives from the same schedule and lengths, so every send has its
+receive. Sequences of which a call has no query or no key are left out of the call, on both sides.
+`tests/program/test_ring_steps.py` plays the steps of all ranks on token names and compares with a
+list of all pairs.
 """
 
 from collections.abc import Iterable, Sequence

@@ -14,7 +14,7 @@ from hf_flexseq.program.zone_segments import RowMessages
 
 
 def halo(b: Builder, shape: RowShape, segments: RankSegments) -> Program:
-    """Compile: edge rows [E, columns] -> what is received of other ranks [R, columns]."""
+    """Compile: edge rows [E, columns] -> rows received from other ranks [R, columns]."""
     found = segments.halo(shape.width)
     edges = b.input((found.edge_rows, shape.columns))
     return b.program((_gather(b, found.messages, edges, RECURRENT_FORWARD),))

@@ -1,14 +1,14 @@
 """Needs of a recurrent layer from other segments: the rows just before this rank's segments, and
-what the segments before them have summed up to.
+summaries of all segments before them.
 
     convolution    the last W - 1 rows before a segment, its *halo*, come from their holders;
                    their gradients go back (`segment_halo.py`)
     scan           every rank sums up its segments, one *summary* row each; in the forward a rank
-                   gets those of all segments before its own, in the backward those of all that go
-                   on from them (`summaries.py`)
+                   gets the rows of all segments before its own, in the backward the rows of all
+                   segments that go on from them (`summaries.py`)
 
 Either way whole rows travel, straight from rank to rank, in one post (`row_programs.py`). The
-trees of `plan/segments.py`, equal on all ranks, say what a rank sends and receives.
+messages of a rank follow from the trees of `plan/segments.py`, which are equal on all ranks.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class RankSegments:
     def __init__(self, zones: Sequence[Zone], tables: Tables, *, goes_on: bool = False) -> None:
         """Find the segments of all groups.
 
-        zones: of this rank. tables: take the index arrays. goes_on: whether the first segment is a
-        part of a sequence, and what is before it is carried from an earlier chunk.
+        zones: of this rank. tables: take the index arrays. goes_on: whether the first segment
+        continues a sequence whose earlier part is carried from an earlier chunk.
         """
         self._goes_on = goes_on
         self._tables = tables

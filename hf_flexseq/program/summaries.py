@@ -1,21 +1,22 @@
 """Summaries of segments: which ones a rank sends, receives, and how it combines them.
 
-A state goes from a segment to all that go on from it, and gradients of states come back as sums:
+A state goes from a segment to all segments that go on from it, and gradients of states come back
+as sums:
 
     forward     state after a segment  =  transition (state before it)  +  end state from zero
     backward    gradient before a segment
                     =  transposed transition (gradient after it)  +  from its own outputs
                 gradient after a segment
-                    =  sum of the gradients before all that go on from it
+                    =  sum of the gradients before all segments that go on from it
 
 A rank computes these for all segments before its own (forward) or after them (backward), each
 once, *level* by level: a level has the segments of one depth in the trees. In a chain a level has
-one segment, which takes what the last one gave.
+one segment, which takes the last one's result.
 
-Of the branches of a unit only sums go to other ranks. A rank that holds a segment and all that go
-on from it computes the gradient before the segment by itself, and one row has the sum of those
-that go on from the same one (`SegmentTree.folded`). So a rank receives few rows from each other
-rank, however many branches there are.
+Of the branches of a unit only sums go to other ranks. A rank that holds a segment, and all
+segments that go on from it, computes the gradient before the segment alone, and one row has the
+sum for all segments that go on from the same one (`SegmentTree.folded`). So a rank receives few
+rows from each other rank, however many branches a unit has.
 """
 
 from collections import defaultdict
@@ -32,19 +33,20 @@ from hf_flexseq.program.zone_segments import RowMessages, SegmentKey, ZoneSegmen
 
 
 class Link(NamedTuple):
-    """Sums of some states: the ways from what gives them to what takes them."""
+    """Sums of states: the ways from the states that are given to the places that take their
+    sums."""
 
     given: RowsSpec
     """The states that are taken, one for each way."""
     places: int | None
-    """Number of an index array: where each is added to. None where each goes to a place of its
-    own, in order."""
+    """Number of an index array: the place to which each is added. None where each goes to a
+    separate place, in order."""
     takers: int
     """Number of places."""
 
 
 class Level(NamedTuple):
-    """Results that depend on those of earlier levels alone.
+    """Results that depend on results of earlier levels alone.
 
     Its first results continue others: a transition is applied to the sum of these. The further
     ones are summaries as they are.
@@ -55,7 +57,7 @@ class Level(NamedTuple):
     transition: int
     """The first of their transitions among all that are applied."""
     link: Link
-    """From all results to those of this level that continue others."""
+    """From all results to this level's results that continue others."""
 
 
 class Stage(NamedTuple):
@@ -67,21 +69,22 @@ class Stage(NamedTuple):
     transitions: RowsSpec
     """The transitions that are applied, level by level, among those that the stage is given."""
     levels: tuple[Level, ...]
-    """Those with results that continue others."""
+    """The levels with results that continue others."""
 
 
 class Neighbours(NamedTuple):
-    """Summaries of the segments before, or after, those of this rank."""
+    """Summaries of the segments before, or after, this rank's."""
 
     summarised: tuple[int, ...]
     """This rank's segments whose summaries are read, by others or here."""
     own: Stage
-    """What they come to without other ranks: of all of them, in this order, and the transitions of
-    this rank's segments between others."""
+    """Their results without other ranks: of all summarised segments, in this order, with the
+    transitions of this rank's segments between others."""
     rows: Link
     """From the results of `own` to the rows that others, or `every`, read."""
     middle: RowsSpec
-    """The transitions that these rows have, among those of this rank's segments between others."""
+    """The transitions that these rows have, as indices into the transitions of this rank's
+    segments between others."""
     middle_rows: int
     """Number of an index array: the rows of these transitions."""
     messages: tuple[RowMessages, ...]
@@ -89,7 +92,7 @@ class Neighbours(NamedTuple):
     received_rows: int
     every: Stage
     """Of [rows | received rows], with their transitions. If no messages are sent or received, with
-    those of this rank's segments between others."""
+    the transitions of this rank's segments between others."""
     taken: int
     """Number of an index array: the results of `every` that this rank's segments take."""
     takes: Link
@@ -110,8 +113,8 @@ def make_neighbours(
     *,
     after: bool,
 ) -> Neighbours:
-    """Return the summaries that a rank needs. segments: number of this rank's. middle: those of
-    them with others before and after them."""
+    """Return the summaries that a rank needs. segments: number of this rank's. middle: this rank's
+    segments with others before and after them."""
     place_in_middle = {number: place for place, number in enumerate(middle)}
     order = _Order(zones, after=after)
     transitions = {key: place_in_middle.get(number, -1) for key, number in order.held.items()}
@@ -216,11 +219,11 @@ class _Order:
         return (index, (member, self.tree(key).parents[place]))
 
     def is_whole(self, key: SummaryKey) -> bool:
-        """Return True if the results of all that a segment depends on are those of its rank."""
+        """Return True if a segment depends on results of its own rank alone."""
         return self._after and self.tree(key).wholes[key[1][1]]
 
     def is_read(self, key: SummaryKey) -> bool:
-        """Return True if results of other segments depend on that of one."""
+        """Return True if results of other segments depend on a segment's."""
         return self.tree(key).has_any(key[1][1], after=not self._after)
 
     def readers(self, key: SummaryKey) -> set[int]:
@@ -250,7 +253,7 @@ class _Order:
 
     def levels(self, keys: Collection[SummaryKey], givers: Givers) -> list[list[SummaryKey]]:
         """Return segments by depth, in the order in which results can be computed; of each depth
-        those that continue others first."""
+        the segments that continue others first."""
         by_depth: dict[int, list[SummaryKey]] = defaultdict(list)
         for key in keys:
             by_depth[self.tree(key).depths[key[1][1]]].append(key)
@@ -267,8 +270,8 @@ def _stage(
     transitions: Mapping[SummaryKey, int],
     tables: Tables,
 ) -> Stage:
-    """Return the stage of these results. rows, transitions: where the summary and the transition
-    of each stand among those that the stage is given."""
+    """Return the stage of these results. rows, transitions: indices of each segment's summary and
+    transition among the inputs of the stage."""
     keys = [key for level in levels for key in level]
     places = {key: place for place, key in enumerate(keys)}
     made = []
@@ -294,7 +297,7 @@ def _stage(
 def _messages(
     index: int, order: _Order, rows: dict[SummaryKey, int], tables: Tables
 ) -> RowMessages:
-    """Return the messages of a zone's rows, and add those of others to `rows`."""
+    """Return the messages of a zone's rows, and add other ranks' rows to `rows`."""
     zone = order.zones[index]
     # 1. the rows that go to others: to all before, or behind, what they are about
     given: dict[int, list[SummaryKey]] = defaultdict(list)  # by reader
@@ -327,7 +330,7 @@ def _rows_of(numbers: Sequence[int], tables: Tables) -> RowsSpec:
 
 
 def _link(ways: Sequence[tuple[int, int]], takers: int, tables: Tables) -> Link:
-    """Return the link of pairs (what is given, who takes it)."""
+    """Return the link of pairs (state that is given, place that takes it)."""
     given = _rows_of([way[0] for way in ways], tables)
     places = [way[1] for way in ways]
     if places == list(range(takers)):

@@ -76,10 +76,12 @@ class Total:
             self._value = self._builder.zeros(self._shape, WIDE)
         return self._value
 
-    def add(self, rows: RowsSpec, parts: Values) -> None:
-        """Add each part [n, ...] to these n rows."""
+    def add(self, rows: RowsSpec, parts: Values, *, repeats: bool = False) -> None:
+        """Add each part [n, ...] to these n rows. repeats: True for rows that may repeat."""
         for part in parts:
-            if self._value is None and rows.array is None and rows.tokens == self._shape[0]:
+            if repeats:
+                self._builder.accumulate(self.value(), rows, part)
+            elif self._value is None and rows.array is None and rows.tokens == self._shape[0]:
                 self._value = self._builder.cast(part, WIDE)
             else:
                 self._builder.add(self.value(), rows, part)

@@ -2,8 +2,8 @@
 
 A *tag* is a number that both ends give to a point-to-point transfer, so that a transport can tell
 several messages between the same two ranks apart. Every tag is a function of the plan (zone, ring
-step, leg, head piece), never of what has happened on one rank, so both ends compute the same one.
-All tags are below 2^31, because transports take a signed 32-bit number.
+step, leg, head piece), never of events on one rank, so both ends compute the same one. All tags
+are below 2^31, because transports take a signed 32-bit number.
 
     messages of                        tags                              function
     ---------------------------------  --------------------------------  ------------------------
@@ -22,8 +22,8 @@ All tags are below 2^31, because transports take a signed 32-bit number.
 
 Why no two messages between the same two ranks are mistaken for each other:
 
-* Zones have ranges of their own, and their numbers are below 2^13, where the range of passes
-  begins. Any two ranks of a group give its zone the same number (`exchange.Channel`).
+* Zones have separate ranges, and their numbers are below 2^13, where the range of passes begins.
+  Any two ranks of a group give its zone the same number (`exchange.Channel`).
 * A zone has one strategy, so the rows of its part of the table exclude each other. Only a hybrid
   zone has two: its Ulysses runs between ranks of a node, its ring between nodes, so no pair of
   ranks takes part in both.
@@ -35,10 +35,10 @@ Why no two messages between the same two ranks are mistaken for each other:
   its attention call ends, so two calls never have a transfer of one rank under way together. Where
   a peer is a call behind, messages of one tag arrive in the order in which they were sent, and
   both ends post them in one order.
-* The roll call has a group of its own, and runs when everything else has failed.
-* Between two ranks one side sends on the link of hidden states, the other on that of gradients;
-  where two ranks are a ring, each sends on one link of either kind. The two kinds alternate in
-  the numbers, and repeat them long after a message has arrived.
+* The roll call has a separate group, and runs when everything else has failed.
+* Between two ranks one side sends on the link of hidden states, the other on the link of
+  gradients; where two ranks are a ring, each sends on one link of either kind. The two kinds
+  alternate in the numbers, and repeat them long after a message has arrived.
 * On a transport without tags the order of the posts takes their place (`transport.py`).
 
 `tests/distributed/test_tags.py` draws calls of every user and holds them to this table.

@@ -15,10 +15,10 @@ travel together. Across nodes a rank's query heads come and go in a few pieces:
 2. Piece by piece: wait for its heads, compute, and post the exchange of its results.
 3. Wait for the results of all pieces; dk and dv come with the last one.
 
-What is kept for the backward is in the head layout. In checkpointed layers (`remat.py`) only the
-log-sum-exp is, and q, k, v and out travel again in the backward, in one exchange with dout: the
-replay of the layer has q, k and v in the token layout only. What computes between the exchanges is
-a kernel call, or in `hybrid.py` a ring.
+Values for the backward are kept in the head layout. In checkpointed layers (`remat.py`) only the
+log-sum-exp is kept, and q, k, v and out travel again in the backward, in one exchange with dout:
+the replay of the layer has q, k and v in the token layout only. Between the exchanges a kernel
+call computes, or in `hybrid.py` a ring.
 
 Rejected: padding the shares or the heads to equal size, which spends memory and bandwidth on
 nothing; and pieces inside a node, where a piece fills the kernel worse than all heads do, by more
@@ -33,18 +33,16 @@ from typing import NamedTuple
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.shard import Zone, contiguous_parts
-from hf_flexseq.program.both_ways_zone import seeing_both_ways
 from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.calls import whole_zone
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.head_exchange import ArrivingHeads, HeadExchange, LeavingHeads
 from hf_flexseq.program.heads import HeadPiece, HeadShare, head_pieces, read_by, sum_of
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
-from hf_flexseq.program.local import LocalZone
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.program.weave import END, ZoneSteps, within
-from hf_flexseq.program.whole_trees import whole_tree_zone
-from hf_flexseq.program.zones import Attention, LayerRows, Sinks, ZoneAttention
+from hf_flexseq.program.zones import Attention, LayerRows, Sinks
 
 # The backward of one piece: from its number and the tensors that have arrived for it, dout last,
 # each [all tokens, my heads, head_dim], to dq, dk and dv of what the inner attention read.
@@ -75,11 +73,8 @@ def ulysses_zone(
     all_tokens = sum(zone.lengths)
     tokens = [len(part) for part in contiguous_parts(all_tokens, zone.group.degree)]
     rows = slice(0, all_tokens)
-    inner: ZoneAttention = LocalZone(rows, zone.lengths, tables, reach=reach)
     trees = zone.group.trees
-    if trees:
-        inner = whole_tree_zone(rows, zone.lengths, trees, channel, tables, reach)
-    inner = seeing_both_ways(inner, blocks, reach, tables)
+    inner = whole_zone(rows, zone.lengths, tables, reach=reach, trees=trees, blocks=blocks)
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
@@ -104,14 +99,14 @@ class UlyssesZone:
         piece_rows: int | None = None,
         wide: bool = False,
     ) -> None:
-        """rows: where this rank's tokens stand among its rows.
+        """rows: of this rank's tokens, among its rows.
 
-        exchange: between the ranks of the group. inner: what computes, on all tokens of the group
-        and some heads; of several pieces its log-sum-exp must be [heads, tokens]. span: at which
-        times of the zone it does; the exchanges have the time before and after it to travel.
-        piece_rows: query heads x tokens that make a piece of the heads worth a kernel call; None
-        leaves all heads in one piece. wide: whether `inner` sums gradients in WIDE whatever the
-        kernel does.
+        exchange: between the ranks of the group. inner: the attention between the exchanges, on
+        all tokens of the group and some heads; with several pieces its log-sum-exp must be [heads,
+        tokens]. span: at which times of the zone it computes; the exchanges have the time before
+        and after it to travel. piece_rows: query heads x tokens that make a piece of the heads
+        worth a kernel call; None leaves all heads in one piece. wide: whether `inner` sums
+        gradients in WIDE whatever the kernel does.
         """
         assert span is None or piece_rows is None, "pieces have times of their own"
         self.rows = rows
@@ -124,7 +119,8 @@ class UlyssesZone:
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return out [my tokens, heads, head_dim], and save what `inner` does, in the head layout.
+        """Return out [my tokens, heads, head_dim], and save the values of `inner`, in the head
+        layout.
 
         q: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim].
         """
@@ -183,8 +179,8 @@ class UlyssesZone:
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does, where nothing is kept in the head layout but the
-        log-sum-exp: all that is missing travels together with dout.
+        """Return the same gradients as `backward`, where nothing is kept in the head layout but
+        the log-sum-exp: all missing tensors travel together with dout.
 
         rows: of my tokens, all heads; lse of all pieces, [my heads, all tokens] or as `inner` has
         it.
@@ -222,7 +218,7 @@ class UlyssesZone:
     ) -> ZoneSteps[Values]:
         """Return dq [my tokens, heads, head_dim], dk and dv [my tokens, kv_heads, head_dim].
 
-        arriving: by piece, what `piece_backward` reads, dout last.
+        arriving: by piece, the inputs of `piece_backward`, dout last.
         """
         keys_by_rank = pieces[-1].leaving
         # Where ranks share a KV head its gradients are parts of a sum, and not rounded yet.
@@ -279,7 +275,7 @@ class UlyssesZone:
         return Span(time, time)
 
     def _unflat(self, b: Builder, flat: Values, pieces: Sequence[HeadPiece]) -> list[Values]:
-        """Take apart by piece what `_flat` joined."""
+        """Split the values that `_flat` joined, by piece."""
         if len(pieces) == 1 or not self._share(pieces[0]).queries:
             # One piece has all of it; a rank without heads computes none, and so reads nothing.
             return [flat] * len(pieces)
@@ -305,8 +301,8 @@ def _sinks_of(b: Builder, sinks: Sinks | None, share: HeadShare) -> Sinks | None
 
 
 def _flat(b: Builder, saved_by_piece: Sequence[Values]) -> Values:
-    """Join what the pieces save into one tuple, their log-sum-exps as one value at its end: each
-    [heads of the piece, all tokens] -> [my heads, all tokens]."""
+    """Join the saved values of the pieces into one tuple, their log-sum-exps as one value at its
+    end: each [heads of the piece, all tokens] -> [my heads, all tokens]."""
     flat: list[Value] = []
     for values in saved_by_piece:
         flat.extend(values[:-1])

@@ -1,11 +1,11 @@
 """The zones of a rank in one attention call, woven together: one computes while another waits.
 
 A rank may have a part in several groups of a micro-batch (its *zones*). The forward or backward of
-a zone is a generator that emits instructions (`builder.py`). It posts what it can, then yields the
-*time* at which it wants to go on and wait for that, and so on until it returns its result. So the
-program has the instructions of all zones in the one order in which they run. Times are fractions
-of the zone's own course: a zone posts its first transfers at 0, has done its work at 1, and waits
-for what is still on its way to it at `END`.
+a zone is a generator that emits instructions (`builder.py`). It posts the transfers that it can,
+then yields the *time* at which it wants to go on and wait for them, and so on until it returns its
+result. So the program has the instructions of all zones in the one order in which they run. Times
+are fractions of the zone's own course: a zone posts its first transfers at 0, has done its work at
+1, and waits at `END` for transfers that are still on their way to it.
 
 1. Every zone posts its first transfers, widest zone first: the slowest link gets its work at once.
 2. The zone whose time is next goes on; among equals the narrowest. So zones advance side by side,
@@ -21,13 +21,13 @@ Why nothing can hang
 --------------------
 Times depend on the strategy and the group only, so all ranks of a group agree on them. Everything
 that is posted on any rank in this call is therefore posted in one order: by time, then by zone,
-and both ends of a message stand at the same place in it. Take the first transfer in this order
-that is never over. All before it are over, so each of its two ranks comes to post it, and nothing
-stands before it in a queue of theirs: it completes, and there is no such transfer. This needs no
-tags, and holds where all posts of a rank are carried out one after the other. The calls of a step
-and the reduction of gradients stand in the same order (docs/architecture.md). Inside a zone the
-order goes on: rings post by step (`ring.py`). `tests/attention/test_never_hangs.py` tries it with
-random plans, also where a rank has one queue for all of its transfers.
+and both ends of a message have the same place in it. Take the first transfer in this order that
+never completes. All transfers before it complete, so both of its ranks post it, and nothing is
+before it in their queues: it completes, which is a contradiction. This needs no tags, and holds
+where all posts of a rank are carried out one after the other. The calls of a step and the
+reduction of gradients belong to the same order (docs/architecture.md). Inside a zone the order
+goes on: rings post by step (`ring.py`). `tests/attention/test_never_hangs.py` tries it with random
+plans, also where a rank has one queue for all of its transfers.
 
 Zeppelin (arXiv 2509.21841, section 4.1) runs inter-node, intra-node and local queues one after the
 other. Here the order is finer but just as static. Rejected: going on with whatever has arrived,

@@ -22,7 +22,7 @@ class RowMessages(NamedTuple):
     """(peer, number of rows), in the order in which the rows are received."""
 
     def label(self) -> Label:
-        """Return what names these messages in errors."""
+        """Return the label that names these messages in errors."""
         return Label(self.channel, lambda peer, sent: self.what)
 
 

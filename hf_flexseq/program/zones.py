@@ -5,12 +5,12 @@ which tokens the rank holds there. The attention of such a zone is compiled by a
 satisfies `ZoneAttention`:
 
     strategy              class
-    local                 local.LocalZone
-    ulysses, hybrid       ulysses.UlyssesZone (around a local.LocalZone, or a ring across nodes)
+    local                 calls.CallsZone
+    ulysses, hybrid       ulysses.UlyssesZone (around a calls.CallsZone, or a ring across nodes)
     rings                 ring.RingZone
     any ring, of layers   halo.HaloZone
       with a window or a chunk
-    no group at all       NoZone
+    no group at all       calls.CallsZone without calls
 
 Forward and backward are generators, so that `weave.run_zones` can let one zone compute while
 the transfers of another one are on their way.
@@ -19,8 +19,8 @@ the transfers of another one are on their way.
 from typing import NamedTuple, Protocol
 
 from hf_flexseq.program.builder import Builder, Values
-from hf_flexseq.program.instructions import INPUT, WIDE, Value
-from hf_flexseq.program.weave import END, ZoneSteps
+from hf_flexseq.program.instructions import Value
+from hf_flexseq.program.weave import ZoneSteps
 
 
 class Sinks(NamedTuple):
@@ -82,8 +82,8 @@ class Attention(Protocol):
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
-        """Attend, and return out [tokens, heads, head_dim] with what `backward` needs, in
-        whichever layout and order that wants; the log-sum-exp is the last value."""
+        """Attend, and return out [tokens, heads, head_dim] with the values that `backward` needs,
+        in its layout and order; the log-sum-exp is the last value."""
         ...
 
     def backward(
@@ -95,7 +95,8 @@ class Attention(Protocol):
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
     ) -> ZoneSteps[Values]:
-        """Return what `backward` does, for a checkpointed layer (`attention/remat.py`).
+        """Return the same gradients as `backward`, for a checkpointed layer
+        (`attention/remat.py`).
 
         A pipeline's chunks keep nothing for a replay, so an attention that serves them alone
         inherits this refusal.
@@ -107,47 +108,3 @@ class ZoneAttention(Attention, Protocol):
     """Attention over the rows that this rank holds for one group."""
 
     rows: slice  # where they stand among all rows that the rank holds in attention
-
-
-class SavesRows(ZoneAttention, Protocol):
-    """A zone whose `forward` saves q, k, v, out and the log-sum-exp as they are in this rank's
-    rows: the replay of a checkpointed layer has them, too."""
-
-    def backward_of_rows(
-        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
-    ) -> ZoneSteps[Values]:
-        """Return what `backward` does."""
-        saved = (rows.q, rows.k, rows.v, rows.out, rows.lse)
-        return self.backward(b, rows.dout, saved, sinks)
-
-
-class NoZone:
-    """The attention of a rank that works in no group."""
-
-    __slots__ = ("rows",)
-
-    def __init__(self) -> None:
-        self.rows = slice(0, 0)
-
-    def forward(
-        self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
-    ) -> ZoneSteps[tuple[Value, Values]]:
-        """Return a result [0, heads, head_dim] without rows."""
-        yield END
-        return b.empty(q.shape, INPUT), (b.empty((0,), WIDE),)
-
-    def backward(
-        self, b: Builder, dout: Value, saved: Values, sinks: Sinks | None = None
-    ) -> ZoneSteps[Values]:
-        """Return dq [0, heads, head_dim], dk and dv [0, kv_heads, head_dim]."""
-        yield END
-        shape = b.shape
-        dq = b.empty((0, shape.query_heads, shape.head_dim), INPUT)
-        dk = b.empty((0, shape.kv_heads, shape.head_dim), INPUT)
-        return dq, dk, b.empty(dk.shape, INPUT)
-
-    def backward_of_rows(
-        self, b: Builder, rows: LayerRows, sinks: Sinks | None = None
-    ) -> ZoneSteps[Values]:
-        """Return dq [0, heads, head_dim], dk and dv [0, kv_heads, head_dim]."""
-        return self.backward(b, rows.dout, (rows.lse,))

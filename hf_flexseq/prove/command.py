@@ -80,7 +80,7 @@ RINGS = tuple(strategy for strategy in STRATEGIES[1:] if strategy not in SEE_BLO
 
 
 class Subject(NamedTuple):
-    """What steps are trained on, and the step without hf_flexseq."""
+    """A model and its training data, and the step without hf_flexseq."""
 
     model: PreTrainedModel
     rows: Rows
@@ -99,7 +99,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
     """Of its plan."""
     memory: MemoryChoice | None = None
-    """For its activations; None for what the plan says."""
+    """Choice for its activations; None for the plan's own."""
     sharding: dict[str, int] | None = None
     """Options of DistributedConfig; None for whole models."""
 
@@ -108,10 +108,10 @@ def prove(name: str, *, whole: bool = False, bf16: bool | None = None) -> dict[s
     """Compare steps and changes, and return the record, plain JSON values, on every rank.
     Collective over the world.
 
-    name: folder or hub id of a model, a config.json, or the name of a class of transformers, which
-    stands for its default configuration. whole: the model itself with its weights, instead of a
-    small one; it has to fit into one process, and changes of tokens are not tried. bf16: whether
-    it trains in 16 bits; None to do so on GPUs.
+    name: folder or hub id of a model, a config.json, or the name of a class of transformers, with
+    its default configuration. whole: the model itself with its weights, instead of a small one; it
+    has to fit into one process, and changes of tokens are not tried. bf16: whether it trains in 16
+    bits; None to do so on GPUs.
 
     Raises OSError, ValueError or NotImplementedError for a model that cannot be built, that is
     refused, or that cannot be made small, and on a single rank of a CPU.
@@ -173,7 +173,7 @@ def prove(name: str, *, whole: bool = False, bf16: bool | None = None) -> dict[s
 
 
 def _pinned(model: PreTrainedModel) -> str:
-    """Have tokens choose the experts of a model, and return what that leaves unproven."""
+    """Have tokens choose the experts of a model, and return a line on the part left unproven."""
     if pin_routers(model):
         return "which experts a token goes to: here it alone decides, since 16 bits change some"
     return "which experts a token goes to: no router was found, and 16 bits may change some"
@@ -191,7 +191,7 @@ TEXT, ROUTER, IMAGES, IMAGE = "text", "router loss", "images", "one image"
 def _subjects(
     model: PreTrainedModel, topology: Topology, left: list[str], *, bf16: bool
 ) -> Iterator[tuple[str, Subject]]:
-    """Yield what is trained, by name. left: gets a line for what the model does not have here."""
+    """Yield the subjects by name. left: gets a line for each comparison that is left out."""
     rows = documents(model.config, topology.world_size)
     yield TEXT, _subject(model, rows, bf16=bf16)
     if has_experts(model):
@@ -226,7 +226,7 @@ def _subject(
     router: RouterFacts | None = None,
     has_images: bool = False,
 ) -> Subject:
-    """Return what is trained, with its step without hf_flexseq."""
+    """Return a subject, with its step without hf_flexseq."""
     wanted = step_alone(model, rows, router=router)
     if bf16:
         less_precise = step_alone(model, rows, autocast=torch.bfloat16, router=router)
@@ -346,7 +346,7 @@ def _bounds(model: PreTrainedModel, control: float, *, bf16: bool) -> ErrorBound
 def _not_proven(
     model: PreTrainedModel, topology: Topology, *, on_gpu: bool, whole: bool
 ) -> list[str]:
-    """Return what no comparison here sees, a line each."""
+    """Return the parts that no comparison here sees, a line each."""
     left = []
     if topology.world_size == 1:
         left.append("anything between ranks: there is 1 (start several)")

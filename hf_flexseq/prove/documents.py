@@ -7,9 +7,9 @@
     no target     all labels are ignored
     others        shorter than the number of ranks, equal to a window, packed beside each other
 
-Those with images are long by them: the first has two, the second begins with the same tokens and
-the same image, one has three, and others have none. No processor is needed: images are drawn, by
-`drawn_images.py` in the first form that the model takes.
+Documents with images are long by them: the first has two, the second begins with the same tokens
+and the same image, one has three, and others have none. No processor is needed: images are drawn,
+by `drawn_images.py` in the first form that the model takes.
 """
 
 import inspect
@@ -82,14 +82,14 @@ def tokens_per_rank(rows: Rows, world_size: int) -> int:
 
 
 class DrawnImages(NamedTuple):
-    """How the images of a model look, and how many tokens stand for each."""
+    """The form of a model's images, and their tokens."""
 
     form: ImageForm
     """With the sides of images, one after the other."""
     model: PreTrainedModel
     vision: VisionModel
     placeholder: int
-    """Token that stands for a part of an image."""
+    """Token for a part of an image."""
 
     def draw(self, number: int) -> Tensors:
         """Return the tensors of an image, with values in the dtype of the model."""
@@ -200,7 +200,7 @@ def _joined(images: Sequence[Tensors]) -> Tensors:
 
 
 def _names_of_types(model: PreTrainedModel) -> list[str]:
-    """Return the columns that a model takes besides, of what each token stands for."""
+    """Return the names of a model's columns of token types."""
     names: set[str] = set()
     for one in (model, model.base_model):
         names |= set(inspect.signature(type(one).forward).parameters)

@@ -1,7 +1,7 @@
 """Experts that are chosen by the token alone.
 
 In 16 bits two orders of a sum may send a token to other experts, and gradients then differ by far
-more than rounding. So what a router reads is shifted by a constant of the token: by the shift its
+more than rounding. So a router's input is shifted by a constant of the token: by the shift its
 logits are `MARGIN` larger for as many neighbouring experts as work on a token, and these win, on
 one process and on ranks alike. Routers still compute logits, and have gradients.
 """
@@ -63,8 +63,8 @@ def _pin(router: nn.Module, counts: tuple[int, int], tokens: list[torch.Tensor])
 
 
 def _shifts(weight: torch.Tensor, experts: int, active: int) -> torch.Tensor:
-    """Return by the first of the experts that are chosen what makes a router choose them,
-    [experts, width]. weight: of the router, [experts, width]."""
+    """Return the shifts of a router's input, [experts, width]: shift e makes it choose expert e
+    and its successors, `active` in all. weight: of the router, [experts, width]."""
     every = torch.arange(experts, device=weight.device)
     chosen = (every[:, None] + every[:active]) % experts  # [experts, active]
     wanted = torch.zeros(experts, experts, device=weight.device)

@@ -1,7 +1,7 @@
 """The model that is proven: small, of random weights, with the layers of the one that is named.
 
 A name is a folder or a name on the Hub with a configuration, a config.json, or a class of
-transformers, which stands for its default configuration.
+transformers, with its default configuration.
 """
 
 import copy
@@ -30,7 +30,7 @@ COEFFICIENT = "router_aux_loss_coef"
 
 
 def model_of(name: str, *, whole: bool) -> tuple[PreTrainedModel, str]:
-    """Return the model to prove, on the CPU in float32, and what it is made of.
+    """Return the model to prove, on the CPU in float32, and its origin in words.
 
     Raises OSError, ValueError or NotImplementedError for a name without a model, and for a model
     that cannot be built or made small.

@@ -89,8 +89,8 @@ def step_alone(
 
 
 def call_alone(model: PreTrainedModel, row: dict[str, Any], **options: Any) -> Any:
-    """Return what a model makes of one document alone, as transformers' processors have it
-    called."""
+    """Return a model's outputs for one document alone, called as transformers' processors have
+    it."""
     device = next(model.parameters()).device
     ids = torch.tensor([row["input_ids"]], device=device)  # [1, tokens]
     given: dict[str, torch.Tensor] = {}
@@ -148,8 +148,7 @@ class _NotedStep(TrainerCallback):
     """Notes the plan of a trainer's step, and its gradients before the optimizer uses them."""
 
     def __init__(self, trainer: FlexSeqTrainer, memory: MemoryChoice | None) -> None:
-        """memory: what all micro-batches are to choose for their activations; None for what the
-        plan says."""
+        """memory: choice of all micro-batches for their activations; None for the plan's own."""
         self.gradients: Gradients = {}
         self.plan: Plan | None = None
         self.has_used_host = False
@@ -186,10 +185,10 @@ def step_of_trainer(
 ) -> PlannedRun:
     """Train one step of a copy of a model on all ranks. Collective over the world.
 
-    memory: what all micro-batches choose for their activations; None for what the plan says.
-    sharding: options of DistributedConfig, of a copy that is sharded when it is loaded; None for
-    whole models. All ranks must then see one file system.
-    Raises ValueError or NotImplementedError, on all ranks, for what hf_flexseq refuses.
+    memory: choice of all micro-batches for their activations; None for the plan's own. sharding:
+    options of DistributedConfig, of a copy that is sharded when it is loaded; None for whole
+    models. All ranks must then see one file system. Raises ValueError or NotImplementedError, on
+    all ranks, for models and settings that hf_flexseq refuses.
     """
     world_size = topology.world_size
     with tempfile.TemporaryDirectory() as folder:

@@ -8,8 +8,8 @@
     aligned_groups.py  ranks of groups of power-of-two degrees: FlexSP and Megatron
     blaster.py         a step cut into micro-batches by tokens: FlexSP and Zeppelin
 
-A folder holds only what its system needs besides the core. The core imports none of it: planners
-are found by their dotted names (`base/registry.py`), and everything else is a pass over a finished
-plan or program. Each planner's header says which step of the published method is which
-step of the code, and what was left out.
+A folder holds only the code that its system needs besides the core. The core imports none of it:
+planners are found by their dotted names (`base/registry.py`), and everything else is a pass over a
+finished plan or program. Each planner's header says which step of the published method is which
+step of the code, and which steps were left out.
 """

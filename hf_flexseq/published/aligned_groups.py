@@ -1,4 +1,4 @@
-"""Groups of power-of-two degrees, as FlexSP and Megatron-LM use them, and the ranks they stand on.
+"""Groups of power-of-two degrees, as FlexSP and Megatron-LM use them, and the ranks that they get.
 
 1. Degrees: powers of two inside a node, the node, powers of two of nodes, the world. Where nodes
    and ranks are powers of two these are all powers of two; on other worlds the node and the world

@@ -8,13 +8,13 @@
        most[k][m] = min over j of max(most[j][m - 1], tokens of sequences j .. k - 1)
 
 is that number for the first k sequences in m slices. The first term rises with j and the second
-falls, so each minimum stands where they cross: O(M K log K) instead of the paper's O(M K^2).
-3. Cut what lies on either side of the largest slice again on its own. This step is ours: beside
-   one very long sequence the program of step 2 is content with any cut.
+falls, so each minimum is where they cross: O(M K log K) instead of the paper's O(M K^2).
+3. Cut the sequences on either side of the largest slice again, each side separately. This step is
+   ours: beside one very long sequence the program of step 2 is content with any cut.
 
 Example: lengths 1000 and sixty of 10 in four micro-batches: 1, 20, 20 and 20 sequences.
 
-tests/published/test_flexsp.py compares the largest slice with that of every possible cut.
+tests/published/test_flexsp.py compares the largest slice with every possible cut's.
 """
 
 from collections.abc import Sequence

@@ -15,13 +15,13 @@ def answered_by(
     *,
     is_paused: Callable[[], bool],
 ) -> Iterator[None]:
-    """Let `answer` return what calls of `model` return inside the block, from their keyword
-    arguments. Calls on micro-batches, which have `seq_ctx`, are the model's own, and so are all
-    while `is_paused`.
+    """Answer calls of `model` inside the block by `answer`, from their keyword arguments. The
+    model itself still runs calls on micro-batches, which have `seq_ctx`, and all calls while
+    `is_paused`.
 
-    The model stays what it is to `isinstance` and to who unwraps it: only its class gets another
-    `__call__`. Rejected: another `forward`, before which the hooks of FSDP and ZeRO would gather
-    unused weights.
+    To `isinstance`, and to code that unwraps it, the model is unchanged: only its class gets
+    another `__call__`. Rejected: another `forward`, before which the hooks of FSDP and ZeRO would
+    gather unused weights.
     """
     own = type(model)
 

@@ -4,10 +4,10 @@
     . a b c     0 1 1 1            a b c d e      3 and 2 tokens
     d e . .     1 1 0 0
 
-The row is what `DataCollatorForFlexSeq` would have made of the sequences. A packed row has several
-of them: one begins wherever position_ids begin at 0 again. Results of its tokens
-are put back where the padded batch has them. Images of all sequences come together, as a processor
-joins them; the model knows how to divide them.
+`DataCollatorForFlexSeq` would have made the same row of the sequences. A packed row has several of
+them: one begins wherever position_ids begin at 0 again. Results of its tokens are put back where
+the padded batch has them. Images of all sequences come together, as a processor joins them; the
+model knows how to divide them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +64,7 @@ class ModelCall:
         self.images = dict(images or {})
         """Tensors of the images of all sequences, in the order of the rows, by name."""
         self.types = dict(types or {})
-        """[B, S] What each token stands for, by the names in TYPES that the batch has."""
+        """[B, S] The modality of each token, by the names in TYPES that the batch has."""
         self.ids = ids.clone()  # a loss may change its batch
         self.mask = torch.ones_like(ids, dtype=torch.bool)
         """[B, S] True for tokens."""
@@ -188,8 +188,8 @@ def images_in(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def types_in(given: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the columns [B, S] in a batch that say what each token stands for. prefix: of their
-    names there."""
+    """Return a batch's columns of token types, [B, S] each, by the names in TYPES. prefix: of
+    their names in the batch."""
     found = {name: given.get(prefix + name) for name in TYPES}
     return {name: value for name, value in found.items() if value is not None}
 

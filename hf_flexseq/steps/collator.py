@@ -7,14 +7,14 @@ shifted.
 Labels are shifted here, inside each sequence, because a sequence may later be cut anywhere:
 `shift_labels[i]` is the target of token i, and the last token of every sequence has none, unless
 the example has `shift_labels` itself. `labels` holds the same, for callers that count it.
-`first_labels` are those of first tokens, which nothing predicts but a virtual token in front of
-them.
+`first_labels` holds the label of each sequence's first token, which only a virtual token in front
+of it predicts.
 
 A packed example is taken apart into its sequences where its `position_ids` begin again at 0, or
 where another column divides it (`known_columns.py`).
 
-What is not per token, and belongs to images or videos of an example, stays as the processor made
-it, in `images`: a dict of tensors for each sequence.
+Tensors of an example's images or videos, which are not per token, stay as the processor made them,
+in `images`: a dict of tensors for each sequence.
 
 A padded batch may have targets next to its padding: labels of padding, and, after padding on the
 left, a label of a sequence's first token, which in a packed row the sequence before it predicts.
@@ -93,11 +93,11 @@ class DataCollatorForFlexSeq:
 
     Padding, on either side, is cut off where an `attention_mask` marks it. An example whose
     `position_ids` begin again at 0, or which has `cu_seq_lens_q`, `cu_seqlens` or `seq_lengths`,
-    is packed: each of its sequences becomes one of its own, as the plain Trainer's attention
+    is packed: each of its sequences becomes a separate one, as the plain Trainer's attention
     treats them. Where an example has `shift_labels`, these are the targets.
 
-    What is asked of this collator and is not here, such as the `tokenizer` that a Trainer saves,
-    is asked of the other.
+    Attributes that this collator lacks, such as the `tokenizer` that a Trainer saves, are read
+    from the other one.
     """
 
     tokenizer: Any  # there only if another collator has it
@@ -363,7 +363,7 @@ def _only_row(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def is_of_images(name: str) -> bool:
-    """Tell if a column of this name is what a processor makes of images."""
+    """Tell if a processor of images makes columns of this name."""
     return name.startswith(_OF_IMAGES) or name in _NAMES_OF_IMAGES
 
 

@@ -1,4 +1,4 @@
-"""What a training run says on the screen besides its metrics.
+"""Messages of a training run on the screen, besides its metrics.
 
 beside_bars()    lines that do not tear a progress bar
 DrawnNotes       warnings about the data of steps

@@ -16,7 +16,7 @@ FLOOR = 1e-3  # of the largest norm of a gradient
 
 
 class StepOutcome(NamedTuple):
-    """What an optimizer step makes of a model."""
+    """The loss and the gradients of an optimizer step."""
 
     loss: float
     """Mean loss over all target tokens."""

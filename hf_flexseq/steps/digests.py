@@ -1,4 +1,4 @@
-"""Numbers by which tensors with the same bytes are known, such as those of images.
+"""Numbers that identify tensors, such as an image's, by their bytes.
 
     mark      of some of the words of 8 bytes, which costs next to nothing
     digest    of all bytes
@@ -46,7 +46,7 @@ def digest_of(tensors: Tensors) -> tuple[int, int]:
 
 
 def _begun(tensors: Tensors, *, size: int) -> Any:
-    """Return a digest of `size` bytes that has read what kinds of tensors they are."""
+    """Return a digest of `size` bytes that has read the tensors' names, dtypes and shapes."""
     kinds = [(name, str(value.dtype), list(value.shape)) for name, value in tensors.items()]
     return hashlib.blake2b(repr(kinds).encode(), digest_size=size)
 

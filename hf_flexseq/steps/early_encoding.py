@@ -5,8 +5,8 @@ runs when the next step has been dispatched, with all work of the current one la
 a stream of its own, so that it fills the time in which a rank waits for the gradients of others. A
 step that is not dispatched before its turn, as in evaluations, encodes its images itself.
 
-The stream has memory of its own beside that of the step. Where there is none left, images are
-encoded in the first micro-batch, then and in all steps to come.
+The stream allocates separate memory, beside the step's. When no memory is left for it, images are
+encoded in the first micro-batch, in this step and in all later ones.
 """
 
 import logging
@@ -19,7 +19,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 Weights = tuple[object, ...]
-"""What features depend on; equal as long as it is the same."""
+"""State of the parameters that features depend on; equal as long as none is seen to change."""
 
 
 def weights_of(parameters: Sequence[torch.nn.Parameter]) -> Weights:
@@ -40,14 +40,14 @@ def first_values(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class EarlyFeatures:
-    """What was encoded ahead."""
+    """Features that were encoded ahead."""
 
     rows: torch.Tensor
     """[rows, width]"""
     weights: Weights
-    """Those that it was encoded with."""
+    """The tower's parameters when it encoded them."""
     done: "torch.cuda.Event | None"
-    """Recorded when it is; None on a CPU."""
+    """Recorded when the rows are done; None on a CPU."""
 
     def take(self) -> torch.Tensor:
         """Return the rows for the current stream, [rows, width]."""
@@ -72,8 +72,8 @@ class EarlyEncoder:
         weights: Weights,
         timing: AbstractContextManager[None],
     ) -> EarlyFeatures | None:
-        """Return what `encode` makes, without gradients; None where memory does not suffice, and
-        where it fails: the step will meet the error in its forward, as other errors.
+        """Return the features that `encode` makes, without gradients; None where memory does not
+        suffice, and where it fails: the step will meet the error in its forward, as other errors.
 
         weights: of the tower. timing: surrounds the work on the device.
         """

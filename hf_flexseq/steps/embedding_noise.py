@@ -1,8 +1,8 @@
 """Noise on the embeddings of training steps, for NEFTune (arXiv 2310.05914), that no plan changes.
 
-NEFTune adds uniform noise between -m and m to every number of an embedded token, where
-m = alpha / sqrt(length x hidden size) and the length is that of the token's own sequence,
-without its virtual tokens, which get no noise.
+NEFTune adds uniform noise between -m and m to every element of an embedded token, where
+m = alpha / sqrt(length x hidden size). The length is the sequence's, without its virtual tokens,
+which get no noise.
 
 Here the noise is a function of the run's seed, the number of the optimizer step, the tokens of the
 sequence, the token's place in it, and the channel:

@@ -2,10 +2,10 @@
 
 Every rank draws the examples the plain Trainer would give it; the *source row* of an optimizer
 step is all of them in one row. A plan then says which rank holds which slice of which sequence in
-which micro-batch. `RowExchange` finds out what this rank sends to whom and what it gets, and
-leaves the sending to `TokenExchange`: one collective brings every token, with all of its columns,
-to where it stands in the model. Sender and receiver take the same order from the plan, so that
-nothing but tokens has to be sent. What a model has computed of tokens goes the same way back
+which micro-batch. `RowExchange` works out which tokens this rank sends to each rank and which it
+receives, and leaves the sending to `TokenExchange`: one collective brings every token, with all of
+its columns, to its place in the model's input. Sender and receiver take the same order from the
+plan, so only tokens have to be sent. The model's results per token return the same way
 (`to_source`).
 """
 
@@ -20,6 +20,7 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.steps.route import Route
 from hf_flexseq.steps.source_row import Columns, SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 
@@ -32,19 +33,9 @@ TARGET_COUNTS = "target_counts"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
-    """Send and receive indices of one rank. A *stretch* is consecutive tokens from one rank."""
+    """The way of the tokens of one rank to micro-batches or chunks."""
 
-    sent: Ints
-    """[sent] Indices into this rank's row: those for rank 0, then those for rank 1, and so on."""
-
-    sent_counts: Ints
-    """[world] Tokens for each rank."""
-
-    sources: Ints
-    """[stretches] Rank that each stretch of this rank's own rows comes from."""
-
-    sizes: Ints
-    """[stretches] Tokens of each."""
+    route: Route
 
     rows: Sequence[int]
     """Tokens of each micro-batch or chunk."""
@@ -55,7 +46,7 @@ class Routes:
 
 
 def added(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
-    """Return the sums of what rows say of their tokens: [received, ...] -> [tokens, ...] each.
+    """Return each token's sum over the rows that share it: [received, ...] -> [tokens, ...] each.
 
     shared: [received] the token of each.
     """
@@ -97,18 +88,13 @@ class TokenExchange:
         """Return this rank's columns, each [tokens, ...], one dict per entry of `routes.rows`.
         Collective over the world.
 
-        columns: of this rank's drawn row, alike on all ranks. merge: makes one token of what
-        several rows say of it.
+        columns: of this rank's drawn row, alike on all ranks. merge: makes one token of the values
+        that several rows have for it.
         """
-        # [sent, words of a token], by target -> [received, words of a token], by source
         tokens = TokenWords(columns)
-        received = self.communicator.cpu_group.exchange_rows(
-            tokens.joined.index_select(0, torch.from_numpy(routes.sent)),
-            routes.sent_counts.tolist(),
-            self._counts_by_source(routes),
-        )
-        # in the order of this rank's rows
-        arrived = tokens.columns_of(received.index_select(0, torch.from_numpy(_order_of(routes))))
+        carry = self.communicator.cpu_group.exchange_rows
+        # [drawn tokens, words of a token] -> [received, words of a token]
+        arrived = tokens.columns_of(routes.route.bring(tokens.joined, carry))
         if routes.shared is not None:
             arrived = merge(arrived, torch.from_numpy(routes.shared), sum(routes.rows))
         results: list[Columns] = [{} for _ in routes.rows]
@@ -127,21 +113,10 @@ class TokenExchange:
         words = tokens.joined
         if routes.shared is not None:
             words = words.index_select(0, torch.from_numpy(routes.shared))
-        by_source = torch.empty_like(words)
-        by_source[torch.from_numpy(_order_of(routes))] = words
-        returned = self.communicator.cpu_group.exchange_rows(
-            by_source, self._counts_by_source(routes), routes.sent_counts.tolist()
-        )
+        returned = routes.route.give_back(words, self.communicator.cpu_group.exchange_rows)
         row = torch.empty_like(returned)
-        row[torch.from_numpy(routes.sent)] = returned  # every token of the row was sent once
+        row[routes.route.sent] = returned  # every token of the row was sent once
         return tokens.columns_of(row)
-
-    def _counts_by_source(self, routes: Routes) -> list[int]:
-        """Return the tokens that this rank gets of each rank."""
-        counts = np.zeros(self.communicator.world_size, dtype=np.int64)
-        np.add.at(counts, routes.sources, routes.sizes)
-        of_ranks: list[int] = counts.tolist()
-        return of_ranks
 
 
 def _ranges(starts: Ints, sizes: Ints) -> Ints:
@@ -151,14 +126,14 @@ def _ranges(starts: Ints, sizes: Ints) -> Ints:
     return np.repeat(starts - ends + sizes, sizes) + np.arange(total)
 
 
-def _order_of(routes: Routes) -> Ints:
+def _order_of(sources: Ints, sizes: Ints) -> Ints:
     """Return where each token of this rank's rows stands among the received ones, [received]:
-    sources send in the order of the rows."""
-    by_source = np.argsort(routes.sources, kind="stable")
-    starts = np.empty_like(routes.sizes)  # [stretches] among the received tokens
-    ends = np.cumsum(routes.sizes[by_source])
-    starts[by_source] = ends - routes.sizes[by_source]
-    return _ranges(starts, routes.sizes)
+    sources send in the order of the rows. sources, sizes: rank and tokens of each slice."""
+    by_source = np.argsort(sources, kind="stable")
+    starts = np.empty_like(sizes)  # [slices] among the received tokens
+    ends = np.cumsum(sizes[by_source])
+    starts[by_source] = ends - sizes[by_source]
+    return _ranges(starts, sizes)
 
 
 def own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
@@ -177,7 +152,8 @@ class RowExchange(TokenExchange):
         self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]
     ) -> list[Columns]:
         """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
-        world. row: what this rank drew. sources: the rank that drew each sequence."""
+        world. row: the sequences that this rank drew. sources: the rank that drew each
+        sequence."""
         return self.dispatch(row.columns, self.routes(row, layout, sources), united)
 
     def routes(self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]) -> Routes:
@@ -215,17 +191,21 @@ class RowExchange(TokenExchange):
 def routes_of(
     sent: Ints, counts: Sequence[int], rows: Sequence[Sequence[Slice]], source_of: Ints
 ) -> Routes:
-    """Return the routes of a rank. sent, counts: see `Routes`. rows: slices of each micro-batch or
-    chunk. source_of: the rank that drew each sequence."""
+    """Return the routes of a rank. sent: [sent] indices into its row, by target. counts: tokens
+    for each rank. rows: slices of each micro-batch or chunk. source_of: the rank that drew each
+    sequence."""
     slices = [part for row in rows for part in row]
-    sequences = np.array([part.sequence for part in slices], dtype=np.int64)
-    return Routes(
-        sent=sent,
-        sent_counts=np.array(counts, dtype=np.int64),
-        sources=source_of[sequences],
-        sizes=np.array([part.tokens for part in slices], dtype=np.int64),
-        rows=[sum(part.tokens for part in row) for row in rows],
+    sources = source_of[np.array([part.sequence for part in slices], dtype=np.int64)]
+    sizes = np.array([part.tokens for part in slices], dtype=np.int64)
+    received = np.zeros(len(counts), dtype=np.int64)
+    np.add.at(received, sources, sizes)
+    route = Route(
+        torch.from_numpy(sent),
+        list(counts),
+        received.tolist(),
+        torch.from_numpy(_order_of(sources, sizes)),
     )
+    return Routes(route=route, rows=[sum(part.tokens for part in row) for row in rows])
 
 
 def tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:

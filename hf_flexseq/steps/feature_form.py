@@ -1,7 +1,7 @@
 """The form of the features that a model's method for images makes, and that its forward reads.
 
 form, streams = FeatureForm.of(outputs, modality)     rows [rows, width] of each stream
-form.features(rows)                                   what the forward reads, of other rows
+form.features(rows)                                   the forward's input, made of other rows
 """
 
 from collections.abc import Sequence

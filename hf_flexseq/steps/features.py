@@ -9,17 +9,17 @@ tokens, and gradients back.
                  micro-batches back, and the tower's own backward follows
 
 So tower and exchanges are a part of the autograd graph of one micro-batch, the last, and DDP,
-FSDP2 and ZeRO find the tower's gradients where they reduce those of all other parameters. The
-tower's graph is kept from the first to the last micro-batch, also where a pass without gradients
-comes first (`figure_passes.py`), or, where the plan says so, made again in the last backward, as
-by activation checkpointing. That of a sharded tower, whose parameters are gathered anew in every
-micro-batch, is kept where the step is a single one. A second run draws the random numbers of the
-first.
+FSDP2 and ZeRO reduce the tower's gradients together with all others. The tower's graph is kept
+from the first to the last micro-batch, also where a pass without gradients comes first
+(`figure_passes.py`), or, where the plan says so, made again in the last backward, as by activation
+checkpointing. The graph of a sharded tower, whose parameters are gathered anew in every
+micro-batch, is kept only if the step has a single micro-batch. A second run draws the random
+numbers of the first.
 
-A pass of other weights, those of a reference, has features of its own (`of_other_weights`).
+A pass with other weights, such as a reference model's, has separate features (`of_other_weights`).
 
-Rejected: an exchange for every micro-batch, since images of one micro-batch are too few to balance
-them, and ranks that have nothing to do in it would have to take part.
+Rejected: an exchange for every micro-batch. A micro-batch has too few images to balance, and ranks
+without any of them would have to take part.
 """
 
 import copy
@@ -50,6 +50,7 @@ from hf_flexseq.steps.images import (
     send_images,
 )
 from hf_flexseq.steps.random_numbers import random_numbers_of, random_states
+from hf_flexseq.steps.route import Route
 from hf_flexseq.steps.source_row import Columns, DrawnStep, SourceRow
 
 Ints = NDArray[np.int64]
@@ -64,7 +65,7 @@ class Tower(Protocol):
 
     @property
     def weights(self) -> Weights:
-        """What tells if its parameters have been changed; see `weights_of`."""
+        """State of its parameters, by which changes are noticed; see `weights_of`."""
 
     def first_values(self) -> torch.Tensor:
         """Return the first value of each of its parameters, [parameters]."""
@@ -129,8 +130,8 @@ def images_of_step(
     device: torch.device,
     is_sharded: bool,
 ) -> list[MicroBatchImages]:
-    """Send images to the ranks that encode them, and return those of every micro-batch. Collective
-    over the world.
+    """Send images to the ranks that encode them, and return the images of every micro-batch.
+    Collective over the world.
 
     columns: of each micro-batch, [tokens, ...]; IMAGE_ROWS is taken out of them.
     tower: its calls are counted. device, is_sharded: see `StepImages`.
@@ -206,25 +207,30 @@ class StepImages:
         wanted = torch.cat([torch.empty(0, dtype=torch.int64), *rows]).numpy()
         image = np.searchsorted(starts, wanted, side="right") - 1  # of each row
         owners = np.array(plan.placement.owners, dtype=np.int64)[image]
-        order = np.argsort(owners, kind="stable")
-        self._counts = np.bincount(owners, minlength=communicator.world_size).tolist()
+        by_owner = np.argsort(owners, kind="stable")
+        order = np.empty_like(by_owner)
+        order[by_owner] = np.arange(len(owners))
+        received_counts = np.bincount(owners, minlength=communicator.world_size).tolist()
 
         # 2. which rows of its own it sends to each rank
         cpu_group = communicator.cpu_group
-        of_ranks = cpu_group.gather_ints([*self._counts, calls])
+        of_ranks = cpu_group.gather_ints([*received_counts, calls])
         counts = [of_rank[communicator.rank] for of_rank in of_ranks]
         self._calls = max(of_rank[-1] for of_rank in of_ranks) if is_sharded else calls
         asked = cpu_group.exchange_rows(
-            torch.from_numpy(wanted[order]).unsqueeze(1), self._counts, counts
+            torch.from_numpy(wanted[by_owner]).unsqueeze(1), received_counts, counts
         ).squeeze(1)
         places = np.zeros(len(images) + 1, dtype=np.int64)  # of each image among this rank's rows
         held = plan.placement.of_rank(communicator.rank)
         places[held] = np.cumsum([0, *(images[i].tokens for i in held)])[:-1]
         of_image = np.searchsorted(starts, asked.numpy(), side="right") - 1
         served = asked.numpy() - starts[of_image] + places[of_image]
-        self._served_counts = counts
-        self._served = to_device(torch.from_numpy(served), device)  # [sent] rows of this rank
-        self._order = to_device(torch.from_numpy(order), device)  # [needed] rows as they arrive
+        self._route = Route(
+            to_device(torch.from_numpy(served), device),
+            counts,
+            received_counts,
+            to_device(torch.from_numpy(order), device),
+        )
 
         self._begin_features()
 
@@ -334,13 +340,8 @@ class StepImages:
             return tower.encode(self._own, self._calls)
 
     def _send(self, encoded: torch.Tensor) -> list[torch.Tensor]:
-        """Exchange rows: this rank's own [rows, width] -> those of each micro-batch."""
-        arrived = self._exchanged(
-            encoded.index_select(0, self._served), self._served_counts, self._counts
-        )
-        needed = torch.empty_like(arrived)
-        needed[self._order] = arrived
-        return list(needed.split(self._sizes))
+        """Exchange rows: this rank's own [rows, width] -> each micro-batch's [rows, width]."""
+        return list(self._route.bring(encoded, self._exchanged).split(self._sizes))
 
     def gradients(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradients of the rows that this rank has encoded, [rows, width]. Collective
@@ -356,16 +357,13 @@ class StepImages:
                 parts.append(torch.zeros_like(own))
             else:
                 parts.append(leaf.grad)
-        needed = torch.cat(parts)
-        returned = self._exchanged(
-            needed.index_select(0, self._order), self._counts, self._served_counts
-        )
+        returned = self._route.give_back(torch.cat(parts), self._exchanged)
         # Rows of an image that many sequences have get many gradients, and GPUs add them up in the
         # dtype of the sum.
         dtype = self._encoded.dtype
         wide = torch.promote_types(dtype, torch.float32)
         total = torch.zeros_like(self._encoded, dtype=wide)
-        total.index_add_(0, self._served, returned.to(wide))
+        total.index_add_(0, self._route.sent, returned.to(wide))
         self._leaves.clear()
         self._encoded = None
         return total.to(dtype)
@@ -394,7 +392,7 @@ def _label(peer: int, sent: bool) -> str:
 
 
 class _LastFeatures(torch.autograd.Function):
-    """Features of the last micro-batch, as a function of what this rank has encoded."""
+    """Features of the last micro-batch, as a function of the rows that this rank has encoded."""
 
     @staticmethod
     def forward(

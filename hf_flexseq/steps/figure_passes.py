@@ -18,10 +18,10 @@ repeats m - 1 forwards, and a step of one none. It is the plan's last on every r
 without a part in it keeps none: ranks that share sequences must run their micro-batches in one
 order.
 
-If a loss is a sum over tokens, each with a factor of its own, the weights are these factors,
-whatever the figures are. They are known before any forward and are dispatched first, so one pass
-suffices; the figures are gathered for the loss, which then shows its real gradients. Where these
-are others, the caller drops those of the first pass, and a second one follows.
+If a loss is a sum over tokens, each with its own factor, the weights are these factors, whatever
+the figures are. They are known before any forward and are dispatched first, so one pass suffices;
+the figures are gathered for the loss, which then shows its real gradients. If these differ from
+the weights, the caller drops the first pass's gradients, and a second pass follows.
 
 A loss may also depend on *totals*: sums over all tokens of the step, over all ranks, such as how
 often each expert was chosen. Every rank gets the same totals, and the gradients of all ranks'
@@ -48,7 +48,7 @@ class Objective(Protocol):
 
     @property
     def totals(self) -> Collection[str]:
-        """Names among what `forward` returns that are sums over the tokens of a micro-batch."""
+        """Names of results of `forward` that are sums over the tokens of a micro-batch."""
 
     def forward(self, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch: return figures of its tokens, each [tokens, ...], by name, and sums
@@ -87,7 +87,7 @@ class FigurePasses:
         self._kept: Columns | None = None  # figures of the first pass, with their graph
 
     def first(self) -> Columns:
-        """Run every micro-batch forward, and return what `figures_of` does. The plan's last
+        """Run every micro-batch forward, and return figures as `figures_of` does. The plan's last
         micro-batch keeps its graph for `second`. Collective over the world."""
         step = self._step
         step.begin(step.second_order(), follows=True)
@@ -106,8 +106,8 @@ class FigurePasses:
         Collective over the world.
 
         figures: as `first` returned them.
-        gradients: those of this rank's loss with respect to figures and totals, on the CPU, for
-            the names on which the loss depends.
+        gradients: of this rank's loss with respect to figures and totals, on the CPU, for the
+            names on which the loss depends.
         """
         # 1. the gradients of all ranks' losses
         step = self._step
@@ -129,9 +129,9 @@ class FigurePasses:
             self._backward(index, own, weights[index] | of_totals)
 
     def only(self, weights: Columns) -> Columns:
-        """Run forward and backward of every micro-batch; return what `figures_of` does. Collective
-        over the world. weights: this rank's gradients by figure, each [tokens, ...] on the CPU,
-        for the same names on all ranks."""
+        """Run forward and backward of every micro-batch; return figures as `figures_of` does.
+        Collective over the world. weights: this rank's gradients by figure, each [tokens, ...] on
+        the CPU, for the same names on all ranks."""
         step = self._step
         dispatched = step.exchange.dispatch(weights, step.routes)
         step.begin(step.indices)
@@ -159,8 +159,8 @@ class FigurePasses:
 
 
 def difference_of(weights: Columns, gradients: Columns) -> str | None:
-    """Return what tells the gradients of a loss from the weights that were known before, in a few
-    words; None for nothing but rounding. Each [tokens, ...] on the CPU."""
+    """Return how the gradients of a loss differ from the weights that were known before, in a few
+    words; None if only by rounding. Each [tokens, ...] on the CPU."""
     for name in sorted({*weights, *gradients}):
         if name not in weights or name not in gradients:
             return f"depends on {name}" if name in gradients else f"does not depend on {name}"

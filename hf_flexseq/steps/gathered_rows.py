@@ -1,34 +1,50 @@
-"""What all ranks have drawn for a step, from the numbers that each of them sends.
+"""Sequences and images of a step, gathered from the facts that each rank sends about its row."""
 
-signature, uncounted and padding targets,
-other rows                                    one number each
-lengths, targets, images, blocks, marks       lists, behind their lengths (`in_one_list`)
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.images import ImageSize
-from hf_flexseq.steps.images import NUMBERS, RowImages, blocks_of, sizes_of
+from hf_flexseq.steps.images import RowImages
 from hf_flexseq.steps.source_row import SourceRow
 
-LISTS = 5
 
+class RowFacts(NamedTuple):
+    """Facts that a rank sends about its row, as JSON values."""
 
-def numbers_of(row: SourceRow, marks: Sequence[int]) -> list[int]:
-    """Return what a rank sends of its row. marks: of the beginnings of its sequences."""
-    images = RowImages(placeholders={}) if row.images is None else row.images
-    lists = (row.lengths, row.targets, images.numbers, images.block_numbers, marks)
-    counts = (row.uncounted_targets, row.padding_targets, row.other_rows)
-    return [row.signature, *counts, *in_one_list(lists)]
+    dtypes: Mapping[str, str]
+    """Of the columns, by name; {} for a rank that has drawn nothing."""
+    uncounted_targets: int
+    padding_targets: int
+    other_rows: int
+    lengths: Sequence[int]
+    targets: Sequence[int]
+    images: Sequence[Mapping[str, Any]]
+    """An `ImageSize` each, whose sequence is counted from the rank's first one."""
+    image_marks: Sequence[int]
+    """See `same_images.py`."""
+    blocks: Sequence[tuple[int, Sequence[Range]]]
+    """The tokens that see both ways, by sequence, counted from the rank's first one."""
+    marks: Sequence[int]
+    """Of the beginnings of sequences; see `prefixes.py`."""
 
-
-def in_one_list(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Return the lengths of LISTS lists, and then all of their numbers."""
-    assert len(lists) == LISTS, "one for each kind of numbers"
-    return [*(len(one) for one in lists), *(number for one in lists for number in one)]
+    @classmethod
+    def of(cls, row: SourceRow, marks: Sequence[int]) -> "RowFacts":
+        """Return the facts of a row."""
+        images = RowImages(placeholders={}) if row.images is None else row.images
+        return cls(
+            dtypes=row.dtypes,
+            uncounted_targets=row.uncounted_targets,
+            padding_targets=row.padding_targets,
+            other_rows=row.other_rows,
+            lengths=row.lengths,
+            targets=row.targets,
+            images=[asdict(image.size) for image in images.images],
+            image_marks=[image.mark for image in images.images],
+            blocks=list(images.blocks.items()),
+            marks=marks,
+        )
 
 
 @dataclass(slots=True)
@@ -44,41 +60,28 @@ class GatheredRows:
     """Rank that drew each sequence."""
     images: list[ImageSize] = field(default_factory=list)
     image_marks: list[int] = field(default_factory=list)
-    """See `same_images.py`."""
     first_images: list[int] = field(default_factory=list)
     """By rank the index of the first image that it drew."""
     blocks: dict[int, Sequence[Range]] = field(default_factory=dict)
     marks: list[int] = field(default_factory=list)
-    """Of the beginnings of sequences; see `prefixes.py`."""
 
     @classmethod
-    def of(cls, gathered: Sequence[Sequence[int]]) -> "GatheredRows":
-        """Read the numbers of all ranks."""
+    def of(cls, of_ranks: Sequence[RowFacts]) -> "GatheredRows":
+        """Join the facts of all ranks."""
         everyone = cls()
-        for rank, (_, uncounted, padding_targets, other_rows, *counted) in enumerate(gathered):
-            everyone.uncounted_targets += uncounted
-            everyone.padding_targets += padding_targets
-            everyone.other_rows += other_rows
-            ends = list(accumulate([LISTS, *counted[:LISTS]]))
-            lists = [counted[start:stop] for start, stop in pairwise(ends)]
-            everyone._add(rank, *lists)
+        for rank, one in enumerate(of_ranks):
+            first = len(everyone.lengths)
+            everyone.uncounted_targets += one.uncounted_targets
+            everyone.padding_targets += one.padding_targets
+            everyone.other_rows += one.other_rows
+            everyone.first_images.append(len(everyone.images))
+            for size in one.images:
+                everyone.images.append(ImageSize(**{**size, "sequence": first + size["sequence"]}))
+            everyone.image_marks += one.image_marks
+            for sequence, ranges in one.blocks:
+                everyone.blocks[first + sequence] = [(start, stop) for start, stop in ranges]
+            everyone.lengths += one.lengths
+            everyone.targets += one.targets
+            everyone.marks += one.marks
+            everyone.sources += [rank] * len(one.lengths)
         return everyone
-
-    def _add(
-        self,
-        rank: int,
-        lengths: Sequence[int],
-        targets: Sequence[int],
-        images: Sequence[int],
-        blocks: Sequence[int],
-        marks: Sequence[int],
-    ) -> None:
-        first = len(self.lengths)
-        self.first_images.append(len(self.images))
-        self.images += sizes_of(images, first_sequence=first)
-        self.image_marks += images[NUMBERS - 1 :: NUMBERS]
-        self.blocks |= blocks_of(blocks, first_sequence=first)
-        self.lengths += lengths
-        self.targets += targets
-        self.marks += marks
-        self.sources += [rank] * len(lengths)

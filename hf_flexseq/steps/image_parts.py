@@ -76,8 +76,8 @@ def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int]
 
 
 def values_of_video(video: Tensors) -> tuple[tuple[str, int], ...] | None:
-    """Return what is known of a video besides grid and patches, by name: a whole number each, such
-    as how many patches make a token. None if there is anything else."""
+    """Return a video's values besides grid and patches, by name: a whole number each, such as the
+    patches per token. None if a value is anything else."""
     grid = grid_of(video)
     values = []
     for name, value in video.items():
@@ -108,9 +108,9 @@ def parts_of_video(video: Tensors, frames: Sequence[int]) -> list[dict[str, torc
 
 
 def batches_of(images: Sequence[Image]) -> list[list[int]]:
-    """Return the indices of images that one call of the tower takes together: those with grids,
-    whose patches are rows, and those of equal shapes, but none whose patches stand side by side
-    in one row."""
+    """Return the indices of images that one call of the tower takes together: images with grids,
+    whose patches are rows, and images of equal shapes. An image whose patches are side by side in
+    one row has a separate call."""
     together: dict[Any, list[int]] = {}
     for index, image in enumerate(images):
         key: Any

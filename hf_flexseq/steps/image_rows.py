@@ -28,7 +28,7 @@ def images_of_rows(
     call: ModelCall, placeholders: Mapping[str, int], arguments: Mapping[str, Sequence[str]]
 ) -> list[dict[str, torch.Tensor]]:
     """Return the tensors of the images of each row of a padded batch. placeholders: the token of
-    each modality. arguments: names of what the model takes of its images.
+    each modality. arguments: names of the tensors that the model takes for it.
 
     Raises ValueError where it is not known which images belong to which row, and for types that
     contradict the tokens.
@@ -66,11 +66,11 @@ def images_of_rows(
 def parts_of_rows(
     tensors: Mapping[str, torch.Tensor], tokens: Sequence[int]
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the part of tensors of all images of a batch that belongs to each of its rows, whose
-    images stand in the order of the rows; {} for a row without any.
+    """Return each row's part of the tensors of a batch's images, which are in the order of the
+    rows; {} for a row without images.
 
-    tokens: that stand for images, of each row. Raises ValueError where they do not tell which
-    images belong to which row.
+    tokens: image tokens of each row. Raises ValueError where they do not tell which images belong
+    to which row.
     """
     parts, weights = parts_of(tensors)
     rows: list[list[dict[str, torch.Tensor]]] = [[] for _ in tokens]
@@ -109,7 +109,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor], count: int) -> list[dict[str, t
 
 
 def _joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of some images as those of all of them."""
+    """Return the joined tensors of several images."""
     if not parts:
         return {}
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

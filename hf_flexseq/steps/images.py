@@ -1,15 +1,15 @@
 """Images of a step: from the ranks that drew them to the ranks that encode them.
 
     Image           one image or video of a sequence, as the model's tower takes it
-    RowImages       those of the sequences that this rank drew
+    RowImages       the images of the sequences that this rank drew
     send_images     brings pixels to the ranks of an `ImagePlacement` (`plan/images.py`)
     image_columns   numbers the tokens that stand for images, as one more column of tokens
 
-All ranks number the rows of features alike: those of the first image of the step, of all its
-tokens, then those of the second, and so on. Images with the same pixels are one image
+All ranks number the rows of features alike: first the rows of the step's first image, one per
+token, then the second image's, and so on. Images with the same pixels are one image
 (`same_images.py`). A token that stands for a part of an image has the number of its row in the
-column IMAGE_ROWS, and -1 otherwise; so wherever a plan brings the token, its rank knows which row
-of features it needs (`features.py`).
+column IMAGE_ROWS, and -1 otherwise; so the rank that gets the token can tell which row of features
+it needs (`features.py`).
 """
 
 import json
@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.plan.blocks import Blocks, Range
-from hf_flexseq.plan.images import MODALITIES, ImagePlacement, ImageSize
+from hf_flexseq.plan.blocks import Blocks
+from hf_flexseq.plan.images import ImagePlacement, ImageSize
 from hf_flexseq.steps.digests import bytes_of, mark_of
 
 Ints = NDArray[np.int64]
@@ -35,10 +35,7 @@ GRID_POSITIONS = "grid_positions"
 of one."""
 
 TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Columns that say of every token what it stands for: 0 is text."""
-
-NUMBERS = 7
-"""Numbers that describe an image to other ranks."""
+"""Columns with the modality of every token: 0 is text."""
 
 
 class UnsupportedImages(NotImplementedError):
@@ -56,7 +53,7 @@ class Image:
     """`plan.images.IMAGE` or VIDEO."""
 
     arguments: Mapping[str, torch.Tensor]
-    """What the model's method for features takes of this image alone, by name."""
+    """Arguments of the model's method for features, for this image alone, by name."""
 
     tokens: int
     patches: int
@@ -64,11 +61,16 @@ class Image:
     """See `plan.images.ImageSize`."""
 
     @property
-    def numbers(self) -> list[int]:
-        """The NUMBERS by which other ranks know it."""
-        kind = MODALITIES.index(self.modality)
-        sizes = [self.sequence, kind, self.tokens, self.patches, self.pairs, self.data_bytes]
-        return [*sizes, self.mark]
+    def size(self) -> ImageSize:
+        """The sizes that are sent to other ranks."""
+        return ImageSize(
+            sequence=self.sequence,
+            modality=self.modality,
+            tokens=self.tokens,
+            patches=self.patches,
+            pairs=self.pairs,
+            data_bytes=self.data_bytes,
+        )
 
     @property
     def mark(self) -> int:
@@ -104,49 +106,6 @@ class RowImages:
 
     positions: torch.Tensor | None = None
     """[tokens, axes] These positions; None for a model without, and for a row without images."""
-
-    @property
-    def numbers(self) -> list[int]:
-        """What other ranks know of the images."""
-        return [number for image in self.images for number in image.numbers]
-
-    @property
-    def block_numbers(self) -> list[int]:
-        """What other ranks know of the blocks: of each its sequence, its start and its stop."""
-        numbers: list[int] = []
-        for sequence, ranges in self.blocks.items():
-            for start, stop in ranges:
-                numbers += (sequence, start, stop)
-        return numbers
-
-
-def blocks_of(numbers: Sequence[int], first_sequence: int) -> dict[int, list[Range]]:
-    """Return a rank's blocks by id of a sequence. numbers: the `RowImages.block_numbers`.
-    first_sequence: id of the rank's first sequence."""
-    blocks: dict[int, list[Range]] = {}
-    for at in range(0, len(numbers), 3):
-        sequence, start, stop = numbers[at : at + 3]
-        blocks.setdefault(first_sequence + sequence, []).append((start, stop))
-    return blocks
-
-
-def sizes_of(numbers: Sequence[int], first_sequence: int) -> list[ImageSize]:
-    """Return a rank's images as all ranks know them. numbers: those of `RowImages`.
-    first_sequence: id of the rank's first sequence."""
-    sizes = []
-    for start in range(0, len(numbers), NUMBERS):
-        sequence, kind, tokens, patches, pairs, data_bytes, _ = numbers[start : start + NUMBERS]
-        sizes.append(
-            ImageSize(
-                sequence=first_sequence + sequence,
-                modality=MODALITIES[kind],
-                tokens=tokens,
-                patches=patches,
-                pairs=pairs,
-                data_bytes=data_bytes,
-            )
-        )
-    return sizes
 
 
 def row_starts(images: Sequence[ImageSize]) -> Ints:
@@ -213,9 +172,9 @@ def send_images(
     sources: Sequence[int],
     communicator: Communicator,
 ) -> list[Image]:
-    """Return the images that this rank encodes, those of `placement.of_rank`. Collective over the
-    world. own, numbers, images: see `image_columns`. sources: the rank that drew each
-    sequence, which sends its images."""
+    """Return the images that this rank encodes (`placement.of_rank`). Collective over the world.
+    own, numbers, images: see `image_columns`. sources: the rank that drew each sequence, which
+    sends its images."""
     rank = communicator.rank
     packed: dict[int, torch.Tensor] = {}
     for image, i in zip(own.images, numbers, strict=True):
@@ -249,7 +208,8 @@ def _packed(image: Image) -> torch.Tensor:
 
 
 def _head(image: Image) -> bytes:
-    """Return the size of a header and the header, which says what the tensors are."""
+    """Return the size of a header and the header, which has the tensors' names, dtypes and
+    shapes."""
     header = {}
     for name, value in image.arguments.items():
         header[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]

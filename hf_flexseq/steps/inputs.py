@@ -1,8 +1,8 @@
-"""What the model is called with in each micro-batch of a plan.
+"""The model's arguments in each micro-batch of a plan.
 
 In lockstep a rank runs all micro-batches, with a dummy token where it has nothing to do. Otherwise
-it runs those that hold work for it. When none does it runs a dummy after all, since every rank
-takes part in the last gradient reduction.
+it runs those that hold work for it. Every rank takes part in the last gradient reduction, so a
+rank without any work still runs one dummy.
 """
 
 from collections.abc import Callable, Sequence

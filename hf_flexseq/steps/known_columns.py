@@ -4,13 +4,13 @@
     attention_mask                      marks padding, which is cut off; another mask is refused
     shift_labels                        the targets: labels are not shifted again
     cu_seq_lens_q, cu_seq_lens_k,       where the sequences of a packed row end, or their lengths:
-    cu_seqlens, seq_lengths             each becomes one of its own
+    cu_seqlens, seq_lengths             each becomes a separate one
     max_length_q, max_length_k          follow from those, and are left out
     seq_idx, segment_ids                number the sequences of a packed row: the columns above, or
                                         position_ids, must say the same
 
 Any other column of one value per token travels with the tokens to the model, and so to a loss of
-the user's own. What is dropped on the way, and what nothing reads, is named in the log.
+the user's own. The log names columns that are dropped on the way, and columns that nothing reads.
 """
 
 from collections.abc import Mapping, Sized
@@ -35,8 +35,9 @@ _SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
 
 
 def dropped_columns(example: Mapping[str, Any], made: Mapping[str, Any]) -> list[str]:
-    """Return the columns of an example that say something of its tokens, besides input_ids and
-    labels, and that are not in what the Trainer, or a library's collator, has `made` of it."""
+    """Return an example's columns, besides input_ids and labels, that say something about its
+    tokens but are missing in `made`, the example as the Trainer or a library's collator has made
+    it."""
     # labels are made of masks (`loss_masks.py`), and positions of lengths
     used = {"input_ids", "labels", *(MASKS if "labels" not in example else ())}
     used |= {"seq_lengths"} if "position_ids" in made else set()

@@ -1,4 +1,4 @@
-"""What a run learns about its cost model while it goes on.
+"""Corrections that a run makes to its cost model while it trains.
 
 With `cost_model="auto"` a run begins with the estimate. Steps that have run are compared with it
 (`cost/correction.py`): after so many steps as `CORRECTIONS` says, rank 0 fits a factor for each
@@ -6,8 +6,8 @@ term, and all ranks get them. A correction counts from a fixed step on, the firs
 have drawn when it is made, so that it does not matter how long anything took.
 
 After the last correction the cost model is frozen, and kept for later runs. A checkpoint freezes
-it, too, with corrections that are still to come into effect: what a run would measure after the
-checkpoint, a resumed run would measure in another way, and could not repeat the run's plans.
+it, too, with corrections that are still to come into effect: a resumed run would measure other
+times than the run itself after the checkpoint, and could not repeat its plans.
 """
 
 import logging
@@ -103,7 +103,7 @@ class LearnedCost:
         """Learn from a step that has run. Collective over the world.
 
         cost: the estimate. first_step: number of the first step that cannot be planned yet. held:
-        the bytes that devices have held of tokens over those of the estimate; 0.0 if not known.
+        bytes that devices have held for tokens, divided by the estimate's; 0.0 if not known.
         """
         if not self._meets:
             return

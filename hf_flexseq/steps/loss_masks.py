@@ -38,7 +38,7 @@ def check_masks(
 
     One mask is enough: TRL leaves completion masks alone under completion_only_loss=False.
     given_ids: [tokens], before the collator.
-    columns: what the collator made, each [tokens made].
+    columns: of the collator's output, each [tokens made].
     """
     labels = columns["labels"]
     ids = columns["input_ids"]
@@ -54,8 +54,8 @@ def check_masks(
 def _follows(
     labels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, given_ids: torch.Tensor
 ) -> bool:
-    """Tell if labels [tokens made] exclude what a mask [tokens] excludes, at an end where ids
-    agree: a collator may have cut or added tokens."""
+    """Tell if labels [tokens made] exclude the tokens that a mask [tokens] excludes, at an end
+    where ids agree: a collator may have cut or added tokens."""
     common = min(labels.numel(), mask.numel())
     ends = (slice(None, common), slice(-common, None))
     agreeing = [end for end in ends if torch.equal(ids[end], given_ids[end])]

@@ -1,7 +1,7 @@
 """The micro-batches of an optimizer step, as a rank that has the whole model runs them.
 
-Whatever runs them, `running` surrounds a micro-batch: it times the micro-batch, and surrounds all
-but the last by what leaves gradients unreduced (`before_last`). There are two ways:
+Whatever runs them, `running` surrounds a micro-batch: it times the micro-batch, and leaves
+gradients unreduced in all but the last (`before_last`). Micro-batches run in two ways:
 
     micro_batches    one pass, if the loss is a sum over tokens: the caller gets the inputs of one
                      micro-batch after the other, and runs forward and backward. If the loss also
@@ -120,8 +120,8 @@ class RankMicroBatches(RankStep[Plan]):
     # ---- the walk
 
     def walk(self, order: Sequence[int], before_last: BeforeLast = nullcontext) -> Iterator[int]:
-        """Yield the index of one micro-batch after the other, and time what the caller does with
-        it. before_last: see `running`."""
+        """Yield the index of one micro-batch after the other, and time the caller's work on it.
+        before_last: see `running`."""
         for index, following in self.in_order(order):
             with self.running(index, following, before_last):
                 yield index
@@ -135,7 +135,7 @@ class RankMicroBatches(RankStep[Plan]):
     def running(
         self, index: int, following: int | None, before_last: BeforeLast
     ) -> Iterator[None]:
-        """Time what the block does with a micro-batch.
+        """Time the block, which runs a micro-batch.
 
         The inputs of the following one are made when all work of the block has been launched, so
         that a device which computes on its own need not wait for them.
@@ -201,8 +201,8 @@ class RankMicroBatches(RankStep[Plan]):
         """Yield the inputs of every micro-batch, once; the caller adds its loss (`add`).
         Collective over the world.
 
-        around: surrounds all of them, and gives what surrounds each but the last. loss: one that
-        depends on totals, which a first pass finds; None for another.
+        around: surrounds all of them, and gives the context around each but the last. loss: set if
+        it depends on totals, which a first pass finds; None if not.
         """
         assert not self.ran, "a step runs once"
         with around as before_last:
@@ -219,7 +219,7 @@ class RankMicroBatches(RankStep[Plan]):
                 loss.finish()
 
     def _first_pass(self, loss: TokenLoss) -> "_Totals":
-        """Run a pass without gradients that finds what this rank adds to the totals. Collective
+        """Run a pass without gradients that finds this rank's shares of the totals. Collective
         over the world. The plan's last micro-batch is in the second pass alone, as its first: the
         totals are known when it has run forward."""
         order = self.second_order()
@@ -287,8 +287,8 @@ class _Totals:
         self._shares = shares
 
     def add_up(self, share: torch.Tensor) -> None:
-        """Add the share of the last micro-batch, [n] on the CPU, to those of all others, and make
-        the totals known. Collective over the world."""
+        """Add the last micro-batch's share, [n] on the CPU, to all other shares, and make the
+        totals known. Collective over the world."""
         totals = share.clone()
         for earlier in self._shares:
             totals += earlier

@@ -4,8 +4,8 @@
    the loss and one for each gradient, made on the device and copied to the host asynchronously.
 2. `settle`, when the optimizer step is done: a step that fp16's loss scaling made it skip does
    not count.
-3. `report` and `judge`, at the end of the next step or before a checkpoint: ranks gather what they
-   have found, since each may have other rows (FSDP) or other layers (pipelines). All of them
+3. `report` and `judge`, at the end of the next step or before a checkpoint: each rank may have
+   other rows (FSDP) or other layers (pipelines), so ranks gather their findings. All of them
    raise, or rank 0 warns.
 
 A gradient's flag comes from its 2-norm, which is infinite also where elements are finite but so
@@ -98,7 +98,7 @@ class _Flags:
             self._copied.record()
 
     def names(self) -> list[str]:
-        """Return the names of what is not finite; wait until they are here."""
+        """Return the names of values that are not finite; wait until the flags are here."""
         if self._copied is not None:
             self._copied.synchronize()
         flags = self._flags.tolist()

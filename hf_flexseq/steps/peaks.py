@@ -25,7 +25,8 @@ class Peaks:
 
     @contextmanager
     def watching(self, block: int) -> Iterator[None]:
-        """Note the peak of what happens inside, without waiting for the device."""
+        """Note the peak inside the context as the peak of `block`, without waiting for the
+        device."""
         if self._read is None:
             yield
             return
@@ -37,7 +38,7 @@ class Peaks:
 
 
 def peaks_of(device: torch.device) -> Peaks:
-    """Return what notes the peaks of a device, which only CUDA reports."""
+    """Return a recorder of a device's peaks, which only CUDA reports."""
     if device.type != "cuda":
         return Peaks(None)
     return Peaks(

@@ -28,7 +28,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice
@@ -46,12 +46,11 @@ from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.steps.console import beside_bars
 from hf_flexseq.steps.features import with_image_rows
-from hf_flexseq.steps.gathered_rows import GatheredRows, numbers_of
+from hf_flexseq.steps.gathered_rows import GatheredRows, RowFacts
 from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
 from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.same_images import distinct_images
 from hf_flexseq.steps.source_row import (
-    NO_COLUMNS,
     DrawnStep,
     PlannedStep,
     SourceRow,
@@ -62,8 +61,6 @@ from hf_flexseq.steps.virtual_tokens import with_virtual_tokens
 
 logger = logging.getLogger(__name__)
 
-FAILED = -1  # instead of the signature of a rank whose data could not be drawn
-
 # Seconds between two keep-alives of rank 0.
 ROUND_S = 5.0
 ROUNDS = 4  # in a timeout that is shorter than so many rounds
@@ -73,7 +70,7 @@ Step = RankStep[Any]  # of either kind: it is only passed on
 
 
 class ImageReader(Protocol):
-    """What a model says of images before they are encoded."""
+    """Reads a model's images, and plans them, before they are encoded."""
 
     def read(self, row: SourceRow) -> SourceRow:
         """Return a row with its images as the model takes them. Raises ValueError or
@@ -84,15 +81,15 @@ class ImageReader(Protocol):
         """True if the features of an image differ each time, as under dropout."""
 
     def planned(self, step: DrawnStep) -> DrawnStep:
-        """Return a step that says how its images are encoded, and what memory they take."""
+        """Return a step that says how its images are encoded, and how much memory they take."""
 
 
 class VersionedJob(Protocol):
-    """What a planner is asked to do, which changes with the number of the step."""
+    """The job of the planner, which changes with the number of the step."""
 
     def version_of(self, number: int | None) -> Hashable:
-        """Return what tells the jobs of steps apart. number: of a step; None for the job of a
-        planner that is made now."""
+        """Return a version, equal for steps that have the same job. number: of a step; None for
+        the job of a planner that is made now."""
 
     def job_of(self, number: int) -> Job:
         """Return the job by which step `number` is planned."""
@@ -124,9 +121,9 @@ class PrefetchedSteps:
         dispatch: brings a step's tokens to the ranks of its plan; collective over the world.
         check: raises ValueError for a plan that would compute something wrong or hang; called on
             rank 0.
-        read: makes a plan of the bytes that rank 0 sends, those of the plan's `to_bytes`.
+        read: makes a plan of the bytes that rank 0 sends, from the plan's `to_bytes`.
         first_number: of the first step. what: a step is called in messages.
-        shares_prefixes: whether rows that begin alike may be planned as units; alike on all ranks.
+        shares_prefixes: True to plan rows with a common prefix as units; the same on all ranks.
         images: reads the images of a row; None for a model of text.
         virtual_tokens: number of them that the model puts in front of each sequence.
         jobs: by which steps are planned; None for the planner's own.
@@ -154,7 +151,6 @@ class PrefetchedSteps:
         # what steps are counted by
         self._next_number = first_number  # of the next step to leave the first stage
         self._next_request = 0
-        self._dtypes: dict[int, dict[str, str]] = {}  # by signature of columns, agreed on once
 
     def next(self, iterator: Batches, num_batches: int) -> Step | None:
         """Return the next step of `num_batches` batches per rank, dispatched; None if no rank has
@@ -214,7 +210,7 @@ class PrefetchedSteps:
         self._is_exhausted = False
 
     def _set_phase(self, phase: str) -> None:
-        """Say what the exchanges to come belong to."""
+        """Name the phase to which the exchanges to come belong."""
         self.communicator.cpu_group.phase = phase
 
     # ---- from one stage to the next
@@ -246,27 +242,28 @@ class PrefetchedSteps:
         # 1. what this rank draws
         number = self._next_number + len(self._drawn)
         row = SourceRow(columns={}, lengths=())
-        own = [FAILED]
+        facts: RowFacts | None = None  # of a rank whose data could not be drawn
         cpu_group = self.communicator.cpu_group
         with cpu_group.own_work(f"{self._what} {number}"), ErrorCapture() as drawing:
             row = source_row(list(islice(self._iterator, self._num_batches)))
             if self._virtual_tokens:
                 row = with_virtual_tokens(row, self._virtual_tokens)
             row = self._with_images(row)
-            own = numbers_of(row, marks_of(row) if self._shares_prefixes else [])
+            facts = RowFacts.of(row, marks_of(row) if self._shares_prefixes else [])
 
         # 2. what all ranks have drawn
         cpu_group.phase = f"{self._what} {number}, gathering its lengths"
-        gathered = cpu_group.gather_ints(own)
-        if any(numbers[0] == FAILED for numbers in gathered):
+        gathered = cpu_group.gather_values(facts)
+        if None in gathered:
             drawing.raise_on_all_ranks(cpu_group.gather_values, f"drawing {self._what} {number}")
-        everyone = GatheredRows.of(gathered)
+        of_ranks = [RowFacts(*one) for one in gathered]
+        everyone = GatheredRows.of(of_ranks)
         if not everyone.lengths:
             self._is_exhausted = True
             return
 
         # 3. the step
-        dtypes = self._common_dtypes([numbers[0] for numbers in gathered], row)
+        dtypes = common_dtypes([one.dtypes for one in of_ranks], cpu_group.phase)
         images, own_images = self._distinct_images(row, everyone)
         step = DrawnStep(
             number=number,
@@ -282,12 +279,12 @@ class PrefetchedSteps:
             own_images=own_images,
             blocks=everyone.blocks,
         )
-        facts = StepFacts(
+        for_planner = StepFacts(
             units=self._units(step, everyone) if self._shares_prefixes else (),
             later_pairs={sequence: later_pairs(own) for sequence, own in step.blocks.items()},
         )
         self._next_request += 1
-        self._drawn.append(self._submitted(replace(step, facts=facts)))
+        self._drawn.append(self._submitted(replace(step, facts=for_planner)))
 
     def _submitted(self, step: DrawnStep) -> DrawnStep:
         """Ask rank 0's planner for the plan of a step; return the step, which says how its images
@@ -353,17 +350,6 @@ class PrefetchedSteps:
         # rows by themselves are as exact
         logger.error("rows share no prefixes in this step: %r", comparing.error)
         return []
-
-    def _common_dtypes(self, signatures: Sequence[int], row: SourceRow) -> dict[str, str]:
-        """Return the dtypes of the columns of all rows, whose signatures are given. Collective
-        over the world with the first step, and with one of other columns."""
-        drawn = {signature for signature in signatures if signature != NO_COLUMNS}
-        if len(drawn) == 1:
-            (signature,) = drawn
-            if signature not in self._dtypes:
-                self._dtypes[signature] = common_dtypes(row, self.communicator.cpu_group)
-            return self._dtypes[signature]
-        return common_dtypes(row, self.communicator.cpu_group)  # raises
 
     def _plan(self, step: DrawnStep) -> PlannedStep:
         """Return a submitted step with its plan, on every rank. Collective over the world."""

@@ -1,16 +1,16 @@
-"""Find rows of a step, of all ranks, that begin with the same tokens.
+"""Find rows that begin with the same tokens, among all ranks' rows of a step.
 
 1. Every rank *marks* its rows: a number for the first 16 tokens, one for the first 64, and so on.
-   It sums up 16 tokens at the start and 16 at the end of each, so that it costs next to nothing.
-   Marks are gathered with the lengths.
+   It sums up only the first 16 and the last 16 tokens of each, which costs next to nothing. Marks
+   are gathered with the lengths.
 2. Rows whose marks agree far enough may share enough; their tokens go to rank 0. A step without
    such rows ends here.
 3. Rank 0 compares them token by token, and joins them into trees (`units_of`).
 
-Two rows share a token if all of its columns are equal in both, and so those of all tokens before
-it; only labels may be missing in one of them. So whatever a model computes of a shared token, and
-whatever a loss asks of it, is the same for both rows. A token whose targets differ, such as the
-last one of a prompt, is no longer shared: every answer has it as its own.
+Two rows share a token if all columns of this token, and of every token before it, are equal in
+both; only labels may be missing in one of them. So whatever a model computes of a shared token,
+and whatever a loss asks of it, is the same for both rows. A token whose targets differ, such as
+the last one of a prompt, is no longer shared: every answer has it as its own.
 """
 
 from collections import defaultdict
@@ -41,7 +41,8 @@ _FACTORS = np.random.default_rng(0).integers(1, 1 << 62, (2, SHORTEST)) | 1  # a
 
 
 def mark_counts(lengths: Ints) -> Ints:
-    """Return how many prefixes of each row are marked: those of 16, 64, 256, ... tokens."""
+    """Return how many prefixes of each row are marked. Marked prefixes have 16, 64, 256, ...
+    tokens."""
     counts = np.zeros(len(lengths), dtype=np.int64)
     length = SHORTEST
     while (lengths >= length).any():
@@ -78,7 +79,7 @@ def _marked(lengths: Ints) -> tuple[Ints, Ints]:
 
 
 def candidates(lengths: Sequence[int], marks: Sequence[int]) -> list[list[int]]:
-    """Return rows that may share enough, by what they begin with.
+    """Return rows that may share enough, grouped by the mark of their shortest prefix.
 
     lengths: tokens of each row. marks: of all rows, one row after the other.
     """
@@ -118,7 +119,7 @@ def gather_rows(
 ) -> dict[int, RowTokens]:
     """Return the tokens of wanted rows on rank 0, {} elsewhere. Collective over the world.
 
-    row: what this rank drew. sources: the rank that drew each row. wanted: ids of rows, ascending.
+    row: drawn by this rank. sources: the rank that drew each row. wanted: ids of rows, ascending.
     """
     # 1. this rank's own
     rank = communicator.rank
@@ -167,7 +168,7 @@ class _Branch:
 
     keys: Ints
     labels: Ints
-    """Those of any row that has one."""
+    """The label of each token in any row that has one."""
     children: "_Siblings" = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
     """Rows that end here."""
@@ -225,7 +226,7 @@ def _insert(siblings: _Siblings, row: int, tokens: RowTokens) -> None:
 
 
 def _common(branch: _Branch, tokens: RowTokens, start: int) -> int:
-    """Return how many tokens of a row, from `start` on, are those of a branch."""
+    """Return how many tokens of a row, from `start` on, equal a branch's."""
     size = min(len(branch.labels), len(tokens.labels) - start)
     own, new = branch.labels[:size], tokens.labels[start : start + size]
     same = np.ones(size, dtype=bool)
@@ -236,8 +237,8 @@ def _common(branch: _Branch, tokens: RowTokens, start: int) -> int:
 
 
 def _without(branch: _Branch) -> list[_Branch]:
-    """Return what a branch becomes where every child, and every row that ends in it, has its
-    tokens by itself."""
+    """Return the branches that replace a branch when every child, and every row that ends in it,
+    gets its own copy of the tokens."""
     made = []
     for child in _all_of(branch.children):
         keys = np.concatenate([branch.keys, child.keys])

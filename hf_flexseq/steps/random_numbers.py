@@ -1,4 +1,5 @@
-"""States of the generators of random numbers: what is computed twice drops the same values out."""
+"""States of the random number generators, with which a second computation drops the same
+values."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ def random_states() -> list[torch.Tensor]:
 
 @contextmanager
 def random_numbers_of(states: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Draw inside the random numbers that followed on `random_states`, and those of now after."""
+    """Draw in the block the random numbers that followed on `random_states`, and after it go on
+    from the present states."""
     now = random_states()
     set_random_states(states)
     try:

@@ -1,5 +1,5 @@
 """An optimizer step as one rank runs it: drawn, planned and timed alike, whatever its parts are.
-Those of a whole model are micro-batches (`micro_batches.py`).
+If every rank has the whole model, the parts are micro-batches (`micro_batches.py`).
 """
 
 from typing import Any, Generic, TypeVar
@@ -65,7 +65,7 @@ class RankStep(Generic[PlanT]):
         return self.loss
 
     def begin_ahead(self) -> None:
-        """Do what can be done of the step while the one before it ends: nothing here."""
+        """Begin work on this step while the step before it ends; does nothing here."""
 
     def add(self, loss: torch.Tensor) -> None:
         """Add a micro-batch's loss, a scalar, to the step's."""

@@ -1,15 +1,15 @@
 """Give TRL's SFTTrainer the outputs of its head for every row of a token.
 
 Its loss and its metrics are sums over fields of the outputs that have a value for each token:
-log-probabilities, entropies, whether the likeliest token is the right one, and whether there is a
-label at all. All values are 0 where there is none. The head computes a token that several rows
+log-probabilities, entropies, whether the likeliest token is the right one, and whether the token
+has a label at all. Without a label all values are 0. The head computes a token that several rows
 share once; the trainer gets its values once for every row in which the token has a label:
 
     tokens                              a    b    c    d    e
     rows in which each has a label      0    3    1    1    2
-    what the trainer gets               b b b c d e e
+    values that the trainer gets        b b b c d e e
 
-So all sums are those of the rows, whatever the trainer makes of a value, and no metric of TRL's
+So all sums are sums over the rows, whatever the trainer computes from a value, and no TRL metric
 is computed here.
 """
 

@@ -1,5 +1,5 @@
-"""Find images of a step, of all ranks, that have the same pixels, so that each is encoded once:
-those of a pair's two rows, of all answers to a prompt, of an agent's calls.
+"""Find images with the same pixels among all ranks' images of a step, to encode each once. The two
+rows of a pair share images, and so do all answers to a prompt, and an agent's calls.
 
 1. Every rank *marks* its images by digests of some of their values, which cost next to nothing.
    Marks are gathered with the lengths.

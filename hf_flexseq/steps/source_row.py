@@ -1,16 +1,14 @@
-"""What ranks have drawn for an optimizer step, before it runs.
+"""The sequences that ranks have drawn for an optimizer step, before it runs.
 
     SourceRow      the sequences that this rank drew, in one row
-    DrawnStep      those of all ranks, as lengths, with this rank's row
+    DrawnStep      the sequences of all ranks, as lengths, with this rank's row
     PlannedStep    these, with their plan
-    RankStep       what one rank runs of it, with its tokens (`rank_step.py`)
+    RankStep       one rank's part of the step, with its tokens (`rank_step.py`)
     StepItem       one of the batches that the Trainer counts (`step_items.py`)
 
-All rows of a step have the same columns (`common_dtypes`), also that of a rank which drew nothing.
+All ranks' rows have the same columns (`common_dtypes`), even the row of a rank that drew nothing.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.plan.blocks import Blocks
 from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.plan.images import ImagePlan, ImageSize
@@ -32,8 +29,6 @@ from hf_flexseq.steps.collator import (
 from hf_flexseq.steps.images import RowImages
 
 Columns = dict[str, torch.Tensor]
-
-NO_COLUMNS = 0  # the signature of a row without any
 
 
 # ---- this rank's row
@@ -56,7 +51,7 @@ class SourceRow:
     """Virtual tokens in front of each sequence (`virtual_tokens.py`)."""
 
     uncounted_targets: int = 0
-    """Targets that the plain Trainer trains on and does not count: those of virtual tokens."""
+    """Targets of virtual tokens, which the plain Trainer trains on and does not count."""
 
     padding_targets: int = 0
     """Targets next to padding, which were left out."""
@@ -95,14 +90,6 @@ class SourceRow:
             dtypes[name] = str(value.dtype).removeprefix("torch.")
         return dtypes
 
-    @property
-    def signature(self) -> int:
-        """Number below 2^56 for names and dtypes of the columns; NO_COLUMNS for none."""
-        if not self.columns:
-            return NO_COLUMNS
-        text = json.dumps(self.dtypes, sort_keys=True)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
     def with_columns(self, dtypes: Mapping[str, str]) -> "SourceRow":
         """Return this row; instead of one that has no columns, one with columns of [0]."""
         if self.columns:
@@ -111,26 +98,26 @@ class SourceRow:
         return replace(self, columns=columns)
 
 
-def common_dtypes(row: SourceRow, cpu_group: CpuGroup) -> dict[str, str]:
-    """Return the dtype's name of each column of all ranks' rows. Collective over the world. Raises
-    ValueError, on every rank, where ranks drew different columns."""
-    known: dict[str, str] = {}
+def common_dtypes(of_ranks: Sequence[Mapping[str, str]], phase: str) -> Mapping[str, str]:
+    """Return the dtype's name of each column of all ranks' rows. Raises ValueError for ranks that
+    drew different columns. phase: when they did, in words."""
+    known: Mapping[str, str] = {}
     known_of = 0  # the rank that has them
-    for rank, dtypes in enumerate(cpu_group.gather_values(row.dtypes)):
+    for rank, dtypes in enumerate(of_ranks):
         if not dtypes:
             continue
         if not known:
             known, known_of = dtypes, rank
         if dtypes != known:
             raise ValueError(
-                f"ranks drew different columns in {cpu_group.phase}: "
+                f"ranks drew different columns in {phase}: "
                 f"rank {known_of} {_only_in(known, dtypes)}, rank {rank} {_only_in(dtypes, known)}"
             )
     return known
 
 
 def _only_in(dtypes: Mapping[str, str], others: Mapping[str, str]) -> str:
-    """Return what `dtypes` has that the others have not, for people."""
+    """Return a text of the entries of `dtypes` that the others lack."""
     own = [f"{name}: {dtype}" for name, dtype in dtypes.items() if others.get(name) != dtype]
     return ", ".join(own) or "without"
 
@@ -237,7 +224,7 @@ class DrawnStep:
     """By sequence the tokens that see both ways."""
 
     facts: StepFacts = NO_FACTS
-    """What the planner is told besides the lengths."""
+    """Facts for the planner besides the lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

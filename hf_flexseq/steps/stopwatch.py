@@ -24,7 +24,7 @@ class Stopwatch:
 
     @contextmanager
     def timing(self, block: int) -> Iterator[None]:
-        """Time what happens inside as a part of `block`."""
+        """Time the context as a part of `block`."""
         if self._cuda:
             begin = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)

@@ -1,5 +1,5 @@
-"""What some models need of each token besides `position_ids`: columns like any other,
-which travel with the tokens and reach the model as keyword arguments.
+"""Columns that some models need besides `position_ids`: like any other, they travel with the
+tokens and reach the model as keyword arguments.
 
 A sequence of three tokens and one of two, packed:
 
@@ -7,9 +7,9 @@ A sequence of three tokens and one of two, packed:
     sequence_lengths      3 3 3   2 2       LENGTHS: one more than the last of its position_ids
     sequence_indices      0 1 2   0 1       INDICES: tokens before it in its sequence
 
-They differ from `position_ids` where a dataset brings its own. They are made before tokens are
-dispatched, from the whole sequence, so that wherever a plan cuts it, every part knows what one
-process would.
+They differ from `position_ids` where a dataset brings its own. They are made from the whole
+sequence, before tokens are dispatched. Wherever a plan cuts the sequence, every part therefore has
+the same values as in one process.
 """
 
 from collections.abc import Collection
@@ -24,7 +24,7 @@ INDICES = "sequence_indices"
 
 
 def with_token_columns(row: SourceRow, names: Collection[str]) -> SourceRow:
-    """Return `row` with those of the columns LENGTHS and INDICES, [tokens] of int64, that are in
+    """Return `row` with the columns LENGTHS and INDICES, [tokens] of int64, if they are in
     `names`. Raises ValueError if the dataset has a column of such a name."""
     for name in names:
         if name in row.columns:

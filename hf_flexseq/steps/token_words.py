@@ -13,7 +13,7 @@ MOST_BYTES = 8
 
 
 class TokenWords:
-    """Tokens as words in which all of their columns stand side by side."""
+    """Tokens as words, which hold all of their columns side by side."""
 
     def __init__(self, columns: Columns) -> None:
         """columns: each [tokens, ...], of any dtype."""
@@ -25,7 +25,7 @@ class TokenWords:
         self.joined = torch.cat(parts, dim=1)  # [tokens, words of a token]
 
     def columns_of(self, words: torch.Tensor) -> Columns:
-        """Return the columns, each [other tokens, ...], that stand in [other tokens, words]."""
+        """Return the columns, each [other tokens, ...], of words [other tokens, words]."""
         columns = {}
         parts = words.split(self._widths, dim=1)
         for name, part in zip(self._names, parts, strict=True):

@@ -1,8 +1,8 @@
-"""What a step was planned to cost and what it cost, for the log and the plan trace.
+"""Planned and measured costs of a step, for the log and the plan trace.
 
-The figures of a step are numbers by name. Those of `LOGGED` are in the Trainer's log, with
-`PREFIX` in front of each name. The plan trace is a JSONL file: a line has the plan, what
-identifies the cost model, the measured seconds, and those that training waited for the plan.
+The figures of a step are numbers by name. The Trainer's log has the figures in `LOGGED`, with
+`PREFIX` in front of each name. The plan trace is a JSONL file: a line has the plan, the cost
+model's digest, the measured seconds, and the seconds that training waited for the plan.
 `trace_file.py` writes it.
 """
 
@@ -32,7 +32,7 @@ LogFigures = dict[str, float]
 
 
 class Learned(NamedTuple):
-    """What a cost model has learned from a step."""
+    """Figures of a step from which a cost model has learned."""
 
     sync: str
     """How the ranks wait for each other, in lockstep or free."""
@@ -47,11 +47,12 @@ class Learned(NamedTuple):
 
 Learn = Callable[[RankMicroBatches, FloatArray, float], Learned]
 """Takes a step that has run, the seconds that each rank has measured, [world, micro-batches], and
-the bytes that devices have held of tokens over those predicted. Collective over the world."""
+the bytes that devices have held for tokens, divided by the predicted bytes. Collective over the
+world."""
 
 
 class PlanTrace:
-    """Gathers what ranks measured, and writes it with the plan where a trace is wanted."""
+    """Gathers the ranks' measurements, and writes them with the plan if a trace is wanted."""
 
     def __init__(self, path: str | None, communicator: Communicator) -> None:
         """Find out if rank 0 can write the trace to `path`, if any. Collective over the world.
@@ -64,7 +65,7 @@ class PlanTrace:
         opening.raise_on_all_ranks(communicator.cpu_group.gather_values, "opening the plan trace")
         # All steps share one cost model, whose digest takes longer than a line.
         self.digest = functools.lru_cache(maxsize=1)(CostModel.digest)
-        """Returns what identifies a cost model."""
+        """Returns a cost model's digest."""
 
     def record(
         self, step: RankMicroBatches, cost: CostModel, learn: Learn | None = None
@@ -180,7 +181,7 @@ def plan_line(figures: LogFigures) -> str:
 
 
 def _work_line(value: LogFigures) -> str:
-    """Return what was planned: chunks through a pipeline, or groups in micro-batches."""
+    """Return a text of the planned work: chunks through a pipeline, or groups in micro-batches."""
     if "chunks" in value:
         return f"{value['chunks']:g} chunk(s) through {value['stages']:g} stages"
     groups = []

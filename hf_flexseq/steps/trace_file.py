@@ -2,8 +2,8 @@
 
 A trace is a diagnostic, so it never ends a training that has begun:
 
-* What cannot be written is left out, and the first time a warning says so. Every step tries anew,
-  so that the trace continues once there is room again.
+* Lines that cannot be written are left out, and the first time a warning says so. Every step tries
+  anew, so that the trace continues once there is room again.
 * The lines of a step are written at once, after all others. Of a write that was cut short nothing
   stays.
 * A run that was killed may leave a torn last line. The next one cuts it off.

@@ -88,8 +88,8 @@ def users_method(trainer: Any, name: str) -> str | None:
 
 
 def users_method_behind(trainer: Any, name: str) -> str | None:
-    """Return where the user has overridden a method in a class behind those of hf_flexseq, which
-    call it only by `super()`, or None."""
+    """Return where the user has overridden a method in a class behind hf_flexseq's own classes,
+    which call it only by `super()`, or None."""
     classes = type(trainer).__mro__
     ours = [index for index, cls in enumerate(classes) if package(cls) == "hf_flexseq"]
     return _in_classes(classes[max(ours, default=-1) + 1 :], name)
@@ -164,7 +164,7 @@ def has_output_hook(module: nn.Module) -> bool:
 
 def nonlinear_gradient_hooks(model: nn.Module) -> Iterator[str]:
     """Yield a description of each of the user's hooks on parameters that is not linear, tried on
-    random gradients: it depends on what is added up."""
+    random gradients: its result depends on how gradients are added up."""
     for name, parameter in model.named_parameters():
         for hook in _of_user(parameter._backward_hooks):
             if not _is_linear(hook, parameter):
@@ -205,7 +205,7 @@ def users_accumulation_hooks(model: nn.Module) -> Iterator[str]:
 
 
 def _of_user(hooks: Mapping[int, Any] | None) -> list[Any]:
-    """Return those of some hooks that no library has registered."""
+    """Return the hooks that no library has registered."""
     return [hook for hook in (hooks or {}).values() if not is_known(hook)]
 
 

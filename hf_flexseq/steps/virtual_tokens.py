@@ -91,13 +91,15 @@ class VirtualTokens:
 
     @classmethod
     def of(cls, numbers: torch.Tensor, device: torch.device) -> "VirtualTokens":
-        """Return those of a micro-batch. numbers: its column NUMBERS, [tokens] on the CPU."""
+        """Return a micro-batch's virtual tokens. numbers: its column NUMBERS, [tokens] on the
+        CPU."""
         places = numbers.nonzero().flatten()
         own = numbers[places] - 1
         return cls(to_device(places, device), to_device(own, device))
 
     def embedded(self, given: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-        """Return embedded tokens with those of the prompt: [1, tokens, width] -> the same shape.
+        """Return embedded tokens with the prompt's embeddings in them: [1, tokens, width] -> the
+        same.
 
         given: embedded tokens, with placeholders. prompt: [n, width], of all virtual tokens. It
         takes part in the result, with gradients of 0, where this rank holds no virtual token.

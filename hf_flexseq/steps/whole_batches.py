@@ -1,9 +1,9 @@
-"""Compare what a user's collator makes of a whole batch with what it makes of each example.
+"""Compare a user's collator on a whole batch with the same collator on each example.
 
-`DataCollatorForFlexSeq` calls another collator with one example at a time, since batches are
-planned by their sequences. The plain Trainer calls it with a whole batch. Both agree unless the
-collator looks at other rows, gives labels to padding, puts padding or another example in front of
-a token that has a label, or is random.
+Batches are planned by their sequences, so `DataCollatorForFlexSeq` calls another collator with one
+example at a time. The plain Trainer calls it with a whole batch. Both agree unless the collator
+looks at other rows, gives labels to padding, puts padding or another example in front of a token
+that has a label, or is random.
 
 A collator without padding joins its examples into one row.
 """
@@ -23,8 +23,8 @@ Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 
 def other_rows(collate: Collate, examples: Sequence[Mapping[str, Any]]) -> int:
-    """Return the rows of a batch that differ from those of its examples alone; 0 for a collator of
-    single examples. The run keeps its random numbers, and the examples stay as they are."""
+    """Return how many rows of a batch differ from the rows of its examples alone; 0 for a collator
+    of single examples. The run keeps its random numbers, and the examples stay as they are."""
     differing = 0  # a collator of single examples fails on several
     with suppress(Exception), random_numbers_kept():
         together = collate(copy.deepcopy(list(examples)))

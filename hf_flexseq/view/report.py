@@ -54,7 +54,7 @@ class StepRow:
     waited_s: float | None
     """Seconds that training waited for the plan; None if unknown."""
     tower: TowerLoad | None
-    """What the tower does; None without images."""
+    """The tower's work; None without images."""
 
     @property
     def tokens(self) -> int:
@@ -111,7 +111,7 @@ def lengths_text(lengths: Sequence[int]) -> str:
 
 
 def tower_text(rows: Sequence[StepRow]) -> str:
-    """Return what the tower does in some steps, in a sentence; "" without images."""
+    """Return the tower's work in some steps, in a sentence; "" without images."""
     loads = [row.tower for row in rows if row.tower is not None]
     if not loads:
         return ""
@@ -127,7 +127,7 @@ def tower_text(rows: Sequence[StepRow]) -> str:
 
 
 def run_text(rows: Sequence[StepRow]) -> str:
-    """Return what a run's steps took, in a few sentences; "" without measured seconds."""
+    """Return the seconds of a run's steps, in a few sentences; "" without measured seconds."""
     measured = [row for row in rows if row.measured_s]
     if not measured:
         return ""

@@ -1,7 +1,7 @@
 """A timeline as a grid of characters.
 
-A cell shows what its rank does for most of that time. Neighbouring ranks that do the same in the
-same groups share a line, so 64 ranks rarely need 64 lines.
+A cell shows the action that takes most of its rank's time there. Neighbouring ranks that do the
+same in the same groups share a line, so 64 ranks rarely need 64 lines.
 """
 
 from itertools import cycle, groupby
@@ -55,7 +55,8 @@ def _symbols(timeline: Timeline) -> dict[int, str]:
 
 
 def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]) -> str:
-    """Return what a rank does most of the time in each of `columns` equal parts of the step."""
+    """Return the action that takes most of a rank's time in each of `columns` equal parts of the
+    step."""
     kinds = (*ACTIONS.values(), EXPERTS, TRANSFER, CONSTANT, IDLE)
     names = [*dict.fromkeys(symbols.values()), *kinds]
     spent = np.zeros((len(names), columns))  # time in each cell

@@ -13,10 +13,15 @@ from trl import SFTTrainer
 
 from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import both, run, stock_run
-from tests.hf.test_metrics import OwnLoss
 from tests.hf.test_trainer import dataset
 from tests.hf.tiny import tiny_llama
-from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart, word_tokenizer
+from tests.hf.trainers import (
+    OwnLoss,
+    assert_logged_alike,
+    trainer_of,
+    weights_apart,
+    word_tokenizer,
+)
 
 SMOOTHING = 0.2
 

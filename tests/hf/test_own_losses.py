@@ -16,7 +16,8 @@ from hf_flexseq import FlexSeqTrainer
 from hf_flexseq.hf.losses.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.losses.outputs import PlannedOutput
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
-from hf_flexseq.kernels import token_outputs as kernel
+from hf_flexseq.kernels import chunked_loss
+from hf_flexseq.kernels.token_outputs import token_outputs
 from tests.budget import others_nightly
 from tests.differential.case import Case
 from tests.differential.runs import both_on_ranks
@@ -62,10 +63,10 @@ def drawn(seed):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 100])
 def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, has_bias):
-    monkeypatch.setattr(kernel, "chunk_rows", lambda *sizes: rows)
+    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda *sizes: rows)
     operands, targets, weights = drawn(rows)
     gradients = []
-    for compute in (plain_figures, kernel.token_outputs):
+    for compute in (plain_figures, token_outputs):
         leaves = [operand.double().requires_grad_() for operand in operands]
         hidden, weight, bias = leaves
         found = compute(hidden, weight, bias if has_bias else None, targets, with_means=True)
@@ -78,18 +79,18 @@ def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, 
 @pytest.mark.parametrize("factor", [1.0, -0.3, 0.0])
 @pytest.mark.parametrize("rows", [4, 100])
 def test_gradients_that_are_known_before_are_finished_in_the_forward(monkeypatch, rows, factor):
-    monkeypatch.setattr(kernel, "chunk_rows", lambda *sizes: rows)
+    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda *sizes: rows)
     operands, targets, (weights, *_) = drawn(rows)
-    logits = Mock(wraps=kernel._chunks_of_logits)
-    monkeypatch.setattr(kernel, "_chunks_of_logits", logits)
+    heads = Mock(wraps=chunked_loss.HeadChunks)
+    monkeypatch.setattr("hf_flexseq.kernels.token_outputs.HeadChunks", heads)
     results = []
     for known in (None, weights, torch.zeros_like(weights)):
         leaves = [operand.double().requires_grad_() for operand in operands]
-        found = kernel.token_outputs(*leaves, targets, d_log_probs=known)
+        found = token_outputs(*leaves, targets, d_log_probs=known)
         used = weights if known is None else known
-        logits.reset_mock()  # the forward has called it
+        heads.reset_mock()  # the forward has made one
         (found[0] * used * factor).sum().backward()
-        assert logits.call_count == (known is None)
+        assert heads.call_count == (known is None)
         results.append([*(f.detach() for f in found), *(x.grad for x in leaves)])
     plain, ours, nothing = results
     for one, other in zip(ours, plain, strict=True):
@@ -102,12 +103,12 @@ def test_figures_of_half_precision_are_added_up_in_float32():
     hidden, weight = torch.randn(40, 16).bfloat16(), torch.randn(VOCAB, 16).bfloat16()
     targets = torch.randint(VOCAB, (40,))
     wanted = plain_figures(hidden.double(), weight.double(), None, targets)
-    outputs = kernel.token_outputs(hidden, weight, None, targets)
+    outputs = token_outputs(hidden, weight, None, targets)
     for found, value in zip(outputs, wanted, strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), value, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="meet a head in"):
-        kernel.token_outputs(hidden, weight.float(), None, targets)
+        token_outputs(hidden, weight.float(), None, targets)
 
 
 def test_a_head_gives_figures_in_place_of_logits():

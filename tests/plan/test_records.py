@@ -83,6 +83,15 @@ def test_json_round_trip_and_records_of_before(plan):
     assert kind.from_record(record) == replace(plan, notes=())
 
 
+@pytest.mark.parametrize("name", ["ranks", "sequences"])
+@pytest.mark.parametrize("value", [1.0, True])
+def test_numbers_that_equal_whole_ones_are_refused(name, value):
+    record = OF_GROUPS.to_record()
+    record["micro_batches"][0]["groups"][0][name][1] = value
+    with pytest.raises(ValueError, match=rf"{name}\[1\].*{value}"):
+        Plan.from_record(record)
+
+
 @for_seeds(examples(40))
 def test_json_round_trip_of_random_plans(seed):
     rng = random.Random(seed)

@@ -120,3 +120,7 @@ def test_nodes_are_made_of_pairs():
     assert Unit.from_record(UNIT.to_record()) == UNIT
     with pytest.raises(ValueError, match="not a unit"):
         Unit.from_record({"nodes": []})
+    record = UNIT.to_record()
+    record["rows"][0][1] = len(UNIT.nodes)
+    with pytest.raises(ValueError, match="rows end in"):
+        Unit.from_record(record)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_flexseq.program.local import LocalZone
+from hf_flexseq.program.calls import whole_zone
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import END, run_zones, within
 
@@ -58,6 +58,6 @@ def test_a_zone_inside_another_one():
 )
 def test_local_sequences_are_distributed_over_calls_of_about_equal_work(lengths, most, wanted):
     tables = Tables()
-    zone = LocalZone(slice(0, sum(lengths)), lengths, tables, most_runs=most)
-    assert [tables.calls[run.call].q_lens for run in zone.runs] == wanted
-    assert [run.stop - run.start for run in zone.runs] == [sum(part) for part in wanted]
+    zone = whole_zone(slice(0, sum(lengths)), lengths, tables, most_calls=most)
+    assert [tables.calls[one.call].q_lens for one in zone.calls] == wanted
+    assert [one.queries.tokens for one in zone.calls] == [sum(part) for part in wanted]

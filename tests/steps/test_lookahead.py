@@ -269,8 +269,8 @@ def exchanges_of(rank, world_size):
     return counts
 
 
-def test_a_step_takes_two_exchanges_and_the_first_one_three():
-    assert run_threads(exchanges_of, 2) == [[3, 2, 2, 2]] * 2
+def test_a_step_takes_two_exchanges():
+    assert run_threads(exchanges_of, 2) == [[2, 2, 2, 2]] * 2
 
 
 def test_a_planner_that_never_answers_fails_on_all_ranks_after_the_timeout():
@@ -295,6 +295,6 @@ def test_a_planner_that_is_merely_slow_is_waited_for():
         step = steps.next(iter([batch_of(3)]), 1)
         return step.number, step.planned.plan, step.planned.waited_s
 
-    for number, plan, waited_s in run_threads(draw, 2):
-        assert (number, plan) == (0, [3, 3])
-        assert waited_s >= 0.28
+    found = run_threads(draw, 2)
+    assert [(number, plan) for number, plan, _ in found] == [(0, [3, 3])] * 2
+    assert found[0][2] >= 0.28  # seconds of rank 0; another rank may begin to wait later

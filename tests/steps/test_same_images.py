@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hf_flexseq.steps.digests import digest_of, mark_of
-from hf_flexseq.steps.gathered_rows import GatheredRows, in_one_list
+from hf_flexseq.steps.gathered_rows import GatheredRows, RowFacts
 from hf_flexseq.steps.images import Image, RowImages
 from hf_flexseq.steps.same_images import distinct_images
+from hf_flexseq.steps.source_row import SourceRow
 from tests.ranks import host_exchanges, join, run_threads
 
 
@@ -32,9 +33,9 @@ def found_by(rank, world_size, by_rank):
     """What a rank finds where ranks have drawn these images, and its exchanges meanwhile."""
     communicator = join()
     own = RowImages(images=tuple(by_rank[rank]), placeholders={"image": 9})
-    counts = [1] * len(own.images)
-    numbers = [0, 0, 0, 0, *in_one_list((counts, counts, own.numbers, [], []))]
-    everyone = GatheredRows.of(communicator.cpu_group.gather_ints(numbers))
+    row = SourceRow(columns={}, lengths=(1,) * len(own.images), images=own)
+    gathered = communicator.cpu_group.gather_values(RowFacts.of(row, marks=()))
+    everyone = GatheredRows.of([RowFacts(*one) for one in gathered])
     before = host_exchanges(communicator)
     found = distinct_images(
         own.images,

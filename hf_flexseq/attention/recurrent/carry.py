@@ -1,13 +1,14 @@
-"""What recurrent layers carry from one chunk of a sequence to the next, on a stage of a pipeline.
+"""Values that recurrent layers carry from one chunk of a sequence to the next, on a stage of a
+pipeline.
 
     scan           the state after a chunk goes to the next one; the gradient of that state comes
                    back from it
     convolution    so do the last W - 1 rows before the next chunk, its *halo*
 
-Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B). What a chunk
-was given is kept until its backward, because the replay of a checkpointed layer wants it again;
-until the end of the step where no gradient is needed, and so no backward comes. As for keys and
-values (`pipeline/carry.py`) any other order raises.
+Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B). The values
+that a chunk was given are kept until its backward, because the replay of a checkpointed layer
+needs them again; where no gradient is needed, and so no backward comes, until the end of the step.
+As for keys and values (`pipeline/carry.py`) any other order raises.
 """
 
 from collections.abc import Hashable
@@ -99,8 +100,8 @@ class Carrying(NamedTuple):
         return (self.layer, self.part.sequence)
 
     def given(self) -> torch.Tensor | None:
-        """Return what the part continues from; None at the start of its sequence. Raises
-        WrongOrder when nothing was stored there."""
+        """Return the value from which the part continues; None at the start of its sequence.
+        Raises WrongOrder when nothing was stored there."""
         start = self.part.start
         if start == 0:
             return None
@@ -110,8 +111,8 @@ class Carrying(NamedTuple):
         return sequence.values[start]
 
     def store(self, value: torch.Tensor) -> None:
-        """Keep what the next part continues from, unless this is a replay. Raises WrongOrder when
-        the part is not the next one to go forward."""
+        """Keep the value from which the next part continues, unless this is a replay. Raises
+        WrongOrder when the part is not the next one to go forward."""
         key, part, sequences = self._key, self.part, self.carry.sequences
         if part.start == 0 and key not in sequences:
             sequences[key] = _Sequence(part.length, goes_back=self.keeps_grad)
@@ -132,7 +133,7 @@ class Carrying(NamedTuple):
             del sequences[key]
 
     def gradient_after(self) -> torch.Tensor | None:
-        """Return the gradient of what was stored; None after the last part. Raises WrongOrder
+        """Return the gradient of the stored value; None after the last part. Raises WrongOrder
         when the part is not the next one to go backward."""
         part = self.part
         sequence = self.carry.sequences.get(self._key)
@@ -141,7 +142,7 @@ class Carrying(NamedTuple):
         return sequence.gradient
 
     def leave_gradient(self, gradient: torch.Tensor) -> None:
-        """Keep the gradient of what was given, for the previous part."""
+        """Keep, for the previous part, the gradient of the given value."""
         start = self.part.start
         sequence = self.carry.sequences[self._key]
         sequence.drained = start

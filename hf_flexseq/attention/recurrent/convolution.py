@@ -1,10 +1,10 @@
-"""The short causal convolution before a recurrent layer's scan, over sequences that lie on several
-ranks.
+"""The short causal convolution before a recurrent layer's scan, over sequences that several ranks
+hold.
 
 1. All rows of this rank are convolved as if they were one sequence.
 2. The first W - 1 rows of each segment have then read rows of another sequence, or of none. They
-   are computed again, from the rows that really stand before them: those of other ranks, of
-   another segment of this rank, or zeros at the start of a sequence. These are few.
+   are computed again, from the rows that really precede them: rows of other ranks or of another
+   segment of this rank, or zeros at the start of a sequence. These are few.
 
 Rejected: a copy of all rows with each segment's halo before it, for one more pass over all rows
 each way.

@@ -1,14 +1,14 @@
-"""Recurrent layers over sequences that lie on several ranks, as their models call them.
+"""Recurrent layers over sequences that several ranks hold, as their models call them.
 
     gated_delta_rule    Gated DeltaNet (arXiv 2412.06464): Qwen3-Next, Qwen3.5, OLMo-Hybrid
     kimi_delta_rule     the same with a decay for every channel of a key (Kimi Linear, arXiv
                         2510.26692)
     mamba2_scan         Mamba 2 (arXiv 2405.21060): Nemotron-H, Granite 4, Bamba, Falcon-H1, Zamba
 
-All take this rank's rows and return rows of the same tokens. What a chunk of 64 tokens does to a
-state is worked out by `kernels/scans`, in operations that autograd knows; `scan.py` goes from
-chunk to chunk, and from rank to rank. On CUDA flash-linear-attention's kernels do both, where they
-are installed (`kernels/scans/choose.py`).
+All take this rank's rows and return rows of the same tokens. `kernels/scans` works out the effect
+of a chunk of 64 tokens on a state, in operations that autograd knows; `scan.py` goes from chunk to
+chunk, and from rank to rank. On CUDA flash-linear-attention's kernels do both, where they are
+installed (`kernels/scans/choose.py`).
 """
 
 from collections.abc import Callable, Hashable, Mapping

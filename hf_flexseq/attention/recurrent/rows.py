@@ -32,7 +32,7 @@ class RecurrentContext(Protocol):
         """Results that wait for the replay of their layers; None where none are kept."""
 
     def carrying(self, *, keeps_grad: bool) -> Carrying | None:
-        """Return what this call carries between chunks; None if all sequences are whole."""
+        """Return the carry of this call between chunks; None if all sequences are whole."""
 
 
 def check_rows(x: torch.Tensor, seq_ctx: RecurrentContext) -> None:
@@ -82,7 +82,7 @@ class _CarriedHalo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dgiven: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return drows [n, channels]: of what the next part was given."""
+        """Return drows [n, channels] for the rows that the next part was given."""
         after = ctx.carrying.gradient_after()  # [W - 1, channels]
         if after is None:
             after = torch.zeros_like(dgiven)
@@ -132,6 +132,6 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of the edges [E, channels], from what their readers have."""
+        """Return the gradients of the edges [E, channels], from their readers' gradients."""
         edges = exchange(HALO_RETURN, grads.contiguous(), ctx.seq_ctx, width=ctx.width)
         return edges, None, None, None

@@ -1,4 +1,4 @@
-"""A recurrence through sequences that lie on several ranks.
+"""A recurrence through sequences that several ranks hold.
 
     state after a segment  =  transition (state before it)  +  end state from zero
 
@@ -6,8 +6,8 @@ Every rank can compute both parts of this for its own segments without the state
 *summary*, whose size does not grow with the segment.
 
     forward     1. sum up the segments that others of their sequence follow
-                2. send the summaries to the ranks of all later segments, and get those of all
-                   earlier ones
+                2. send the summaries to the ranks of all later segments, and get the summaries
+                   of all earlier ones
                 3. combine these, the earliest first, to the true state before each segment
                 4. scan from these states
     backward    the mirror image: the gradient of a segment's state before it is
@@ -15,8 +15,8 @@ Every rank can compute both parts of this for its own segments without the state
                 so the summaries of later segments make the true gradient of the state after each
                 segment, and the ordinary backward of the scan does the rest
 
-Every node of a unit of rows is a segment of its own, whose state all of its children begin with,
-on one rank, too; the gradients that they have of it are summed (`program/summaries.py`). A plain
+Every node of a unit of rows is a separate segment, whose state all of its children begin with, on
+one rank, too; the gradients that they have of it are summed (`program/summaries.py`). A plain
 sequence on one rank needs none of this. Received states enter as numbers, so no summary has a
 gradient. A summary is one more pass over the states of a segment; the work inside chunks, most of
 it, is not repeated.
@@ -81,7 +81,7 @@ class _Run(NamedTuple):
         return None if after is None else self._of_first(after)
 
     def _of_first(self, state: torch.Tensor) -> torch.Tensor:
-        """Return the state [H, K, V] as that of the first segment: [segments, H, K, V]."""
+        """Return the state [H, K, V] as the first segment's: [segments, H, K, V]."""
         lengths = self.seq_ctx.programs.parts.segments().lengths
         states = state.new_zeros(len(lengths), *state.shape)
         states[0] = state
@@ -133,7 +133,7 @@ class _Run(NamedTuple):
         self, neighbours: Neighbours, own: torch.Tensor, transitions: torch.Tensor, *, after: bool
     ) -> torch.Tensor:
         """Exchange summaries and combine them: own [summarised, H, K, V] and transitions [middle,
-        H, ...] of this rank -> the results that need those of others, too, [n, H, K, V]."""
+        H, ...] of this rank -> the results that need other ranks' summaries, too, [n, H, K, V]."""
         rows = self._sums(own, neighbours.rows)
         if neighbours.messages:
             what = SUMMARIES_AFTER if after else SUMMARIES_BEFORE
@@ -164,7 +164,7 @@ class _Run(NamedTuple):
         sums: torch.Tensor,
         transitions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange rows: sums [rows, H, K, V] and transitions [middle, H, ...] -> those of [rows |
+        """Exchange rows: sums [rows, H, K, V] and transitions [middle, H, ...] -> both of [rows |
         received rows]. Rows without a transition have zeros."""
         # [n, numbers of a transition + of a state]
         flat = self._chosen(transitions, neighbours.middle).flatten(1)

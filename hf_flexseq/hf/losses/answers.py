@@ -1,9 +1,9 @@
 """Answers to a loss's calls of its models, while the loss is computed on the source ranks.
 
-What a loss will ask for has been computed before, for all batches of the step together, and is
-noted here; each result is used once, or as often as the user's own code asks for it, if the model
-draws no noise. A call without gradients of which nothing is known is
-planned and run when it comes: so are all calls of an evaluation. One with gradients is refused.
+The results that a loss will ask for have been computed before, for all batches of the step
+together, and are noted here; each is used once, or as often as the user's own code asks for it, if
+the model draws no noise. A call without gradients and without a noted result is planned and run
+when it comes: so are all calls of an evaluation. A call with gradients is then refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class _Result:
 
 
 class Answers:
-    """Answers calls of the trainer's models from what is known, and from planned passes."""
+    """Answers calls of the trainer's models from noted results, and by planned passes."""
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine, head: Head) -> None:
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer
@@ -67,7 +67,7 @@ class Answers:
         self._reuses = self._head.is_own and not draws_noise
 
     def clear(self) -> None:
-        """Forget what is known."""
+        """Forget all noted results."""
         self._results.clear()
 
     # ---- what is known
@@ -81,7 +81,7 @@ class Answers:
             self.note(role, call, own)
 
     def note(self, role: str, call: ModelCall, figures: Columns) -> None:
-        """Keep what a model gives for a call; figures: of its tokens, each [tokens, ...]."""
+        """Keep a model's result for a call; figures: of its tokens, each [tokens, ...]."""
         self._results.append(_Result(role, call, figures))
 
     def figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
@@ -89,8 +89,8 @@ class Answers:
         return figures_of(step, partial(self._head.forward, model), self._head.totals)
 
     def split(self, figures: Columns, calls: Sequence[ModelCall]) -> list[Columns]:
-        """Return the figures of each call, and totals, which are those of all, on the model's
-        device. figures: of all calls' tokens, each [tokens, ...], and totals on the CPU."""
+        """Return the figures of each call, with the totals over all calls, on the model's device.
+        figures: of all calls' tokens, each [tokens, ...], and totals on the CPU."""
         device = self._trainer.accelerator.device
         sizes = [call.tokens for call in calls]
         parts: list[Columns] = [{} for _ in calls]
@@ -177,7 +177,7 @@ class Answers:
             self._is_paused = former
 
     def answer_of_policy(self, given: dict[str, Any]) -> Any:
-        """Return what the trained model would have returned for these keyword arguments, or the
+        """Return the trained model's result for these keyword arguments, or the result of the
         reference, which may be the same model without its adapter. See `_answer`."""
         role = POLICY
         if adapter_state(self._trainer.model) != self._adapters:
@@ -220,9 +220,9 @@ class Answers:
         return labels
 
     def _taken(self, role: str, call: ModelCall) -> Columns | None:
-        """Return what is known of a call, once unless `_reuses`; None for nothing. Figures with
-        gradients answer a call with gradients, others one without: KTO may ask both of the same
-        tokens."""
+        """Return the noted figures of a call, once unless `_reuses`; None without any. Figures
+        with gradients answer a call with gradients, others one without: KTO may ask both of the
+        same tokens."""
         for index, result in enumerate(self._results):
             has_gradients = result.figures[self._head.main].requires_grad
             if role == POLICY and has_gradients != torch.is_grad_enabled():

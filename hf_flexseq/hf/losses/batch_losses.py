@@ -2,12 +2,12 @@
 
 The trainer's own `training_step` computes each of them. Its calls of the model are answered from
 figures (`answers.py`), at which its backward ends. A loss may also have a term of the model's
-parameters, such as a penalty. Its gradients are kept beside those of the figures, and come in with
-the first backward of a micro-batch as the term
+parameters, such as a penalty. The parameters' gradients are kept beside the figures' gradients,
+and come in with the first backward of a micro-batch as the term
 
     sum over parameters of (gradient * parameter),
 
-so that whatever reduces gradients, or scales them, finds one backward of one loss.
+so any code that reduces gradients, or scales them, finds one backward of one loss.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,8 +96,8 @@ class BatchLosses:
     def compute(
         self, figures: Columns, items: Any, run: RunStep, loader_state: LoaderState
     ) -> None:
-        """Let the trainer run its own step on each batch. Collective over the world if a loss asks
-        for what was not foreseen.
+        """Let the trainer run its own step on each batch. Collective over the world if a loss
+        makes a call that was not foreseen.
 
         figures: of this rank's drawn tokens, each [tokens, ...], and totals, on the CPU.
         items: the Trainer's count of targets. run: the Trainer's own `training_step`.
@@ -144,7 +144,7 @@ class BatchLosses:
         return gradients
 
     def _filtered(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what the Trainer would add to the losses that it logs for one more, a scalar."""
+        """Return the scalar that the Trainer would add to its logged losses for another loss."""
         trainer = self._trainer
         if not trainer.args.logging_nan_inf_filter:
             return loss
@@ -187,7 +187,7 @@ class BatchLosses:
 
 @contextmanager
 def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keep hooks of tensors from their gradients inside the block: those of a parameter see the
+    """Keep hooks of tensors from their gradients inside the block: a parameter's hooks see the
     gradient of the whole step, in its last backward."""
     hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
     kept = [dict(own) for own in hooks]

@@ -1,18 +1,18 @@
-"""What TRL's DistillationTrainer asks of a student and a teacher: how far their distributions of
-the next token are apart, for every token.
+"""The divergences that TRL's DistillationTrainer asks of a student and a teacher: how far their
+distributions of the next token are apart, for every token.
 
 Its loss computes divergences and entropies, tile by tile, from one token's hidden states and the
 heads of both models. So it runs where the plan has put the token, and two numbers are gathered on
 the source rank. The trainer's own `_compute_loss` serves on both sides:
 
     it asks for           on a micro-batch                    on the source rank
-    hidden states         those of a row, student and         the figures, as if they were the
-                          teacher one after the other         student's; none of the teacher
+    hidden states         of a row, student and teacher       the figures, as if they were the
+                          one after the other                 student's; none of the teacher
     divergences of them   TRL's own, which are noted          the figures themselves
     their sum             left out                            the loss
 
-So TRL alone reads scales and caps of logits, heads, masks and the number of items. Three of its
-names are replaced while a step may run: the trainer's `_get_last_hidden_state` and
+So TRL alone reads scales and caps of logits, heads, masks and the number of items. Three names of
+TRL are replaced while a step may run: the trainer's `_get_last_hidden_state` and
 `_forward_redirection`, and its module's `ChunkedDivergenceFunction`. Rejected: gathering hidden
 states, thousands of numbers for every token.
 
@@ -143,8 +143,8 @@ class Divergences:
         logits_to_keep: int,
         **images: Any,
     ) -> torch.Tensor:
-        """Return hidden states of the last `logits_to_keep` tokens, [B, kept, width], each of the
-        token before; of a micro-batch those of its own tokens, [1, tokens, width]."""
+        """Return hidden states for the last `logits_to_keep` tokens, [B, kept, width], each of the
+        token before; on a micro-batch, of its own tokens, [1, tokens, width]."""
         is_teacher = model is self._unwrapped_teacher()
         if self._row is not None:
             return self._run(model, self._row, is_teacher=is_teacher)
@@ -237,8 +237,8 @@ class Divergences:
         return self._redirect(model, student, method, **packed)
 
     def _figures_of(self, student: nn.Module, *, targets: torch.Tensor, **row: Any) -> Columns:
-        """Return what TRL's loss finds of a micro-batch, inside the forward of the student's
-        wrapper. targets: [1, tokens] True where a token predicts one."""
+        """Return the figures that TRL's loss computes of a micro-batch, inside the forward of the
+        student's wrapper. targets: [1, tokens] True where a token predicts one."""
         ids = row["input_ids"]
         batch = {
             "prompt_ids": ids[:, :0],  # the whole row as a completion
@@ -287,14 +287,14 @@ class Divergences:
 
 
 class _Divergence:
-    """Stands for TRL's autograd function."""
+    """Replaces TRL's autograd function."""
 
     def __init__(self, apply: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.apply = apply
 
 
 def _check_version() -> None:
-    """Raise NotImplementedError for a version of TRL whose trainer lacks what is replaced."""
+    """Raise NotImplementedError for a version of TRL without the names that are replaced."""
     import trl
     from trl.trainer import distillation_trainer as module
 

@@ -78,7 +78,7 @@ class Drawing:
         self._taken: list[Any] = []  # those of its batches that have come
 
     def clear(self) -> None:
-        """Forget all that was drawn."""
+        """Forget all drawn batches."""
         self._iterator = None
         self._rows = iter(())
         self._drawn.clear()
@@ -97,7 +97,7 @@ class Drawing:
             raise ValueError(self._uneven(f"{min(lengths)} to {max(lengths)}"))
 
     def _uneven(self, counts: str) -> str:
-        """Return what is wrong where ranks draw so many batches."""
+        """Return the error message for ranks that draw different numbers of batches."""
         return (
             f"ranks draw {counts} batches, and the loss of {type(self._trainer).__name__} is "
             "computed by all of them together: leave even_batches on, or set "

@@ -1,4 +1,4 @@
-"""What a trainer of TRL's that makes its own samples does with them.
+"""Samples that a trainer of TRL's makes itself, and the steps in which it uses them.
 
 A *generation batch* is made in one go and split into slices. Every batch of the loss is one slice,
 and all of them may be gone through several times (`num_iterations`):
@@ -9,12 +9,12 @@ and all of them may be gone through several times (`num_iterations`):
     slice            0  1 | 2  3 | 0  1 | 2  3 | 0 of the next generation batch
     optimizer step     0  |   1  |   2  |   3  |   4
 
-So when batch 0 has been prepared, those of the steps 1 to 3 are known, too.
+So when batch 0 has been prepared, the batches of steps 1 to 3 are known, too.
 
-TRL shuffles a generation batch before it slices it, so the samples of one prompt lie in several
-steps, which cannot share the prompt. With `shared_prefixes="groups"` they are put side by side
-again: steps have other samples than TRL's, and a generation batch has the same. Advantages are
-known by then.
+TRL shuffles a generation batch before it slices it. The samples of one prompt are then spread over
+several steps, which cannot share the prompt. With `shared_prefixes="groups"` they are put side by
+side again: steps have other samples than TRL's, and a generation batch has the same. Advantages
+are known by then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class Generations:
         return self._batches_of_one > self._per_step
 
     def prepared(self, batches: Sequence[Any]) -> list[Any]:
-        """Return the slices that stand for the batches of one step; generate where one is due."""
+        """Return the slices that replace the batches of one step; generate where one is due."""
         trainer = self._trainer
         first = trainer._step
         prepared = []
@@ -87,9 +87,9 @@ class Generations:
 
 
 def grouped(slices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the samples of all slices in slices of the same size, those of one prompt side by
-    side, prompts in the order of their first samples. Samples with images stay as they are, since
-    the pixels of a slice are joined.
+    """Return the samples of all slices in slices of the same size, with the samples of a prompt
+    side by side, prompts in the order of their first samples. The pixels of a slice are joined, so
+    samples with images stay as they are.
 
     slices: `prompt_ids` and other tensors [samples, ...], lists of samples, or values for all.
     """

@@ -1,6 +1,6 @@
-"""What a loss asks of a model for every token, and how a padded call is answered with it.
+"""The figures that a loss asks of a model for every token, and the answer to a padded call.
 
-LogProbabilities    of labels, with entropies and what else TRL's fused head gives
+LogProbabilities    of labels, with entropies and the other figures of TRL's fused head
 TokenFigures        log-probabilities of labels and entropies, from the model's own head, and
                     figures that the user's `flexseq_figures` makes of the model's outputs
 Classes             logits of a classification head
@@ -36,7 +36,7 @@ from hf_flexseq.steps.inputs import Inputs, without_labels
 from hf_flexseq.steps.source_row import Columns
 
 BATCHES = "batches_of_step"
-"""Name, beside those of totals, of the number of a rank's batches in the step."""
+"""Name, besides the names of totals, of the number of a rank's batches in the step."""
 OF_STEP = (*TOTALS, BATCHES)
 
 # outputs of the model with logits [1, tokens, V] and hidden states, and inputs of a micro-batch
@@ -289,7 +289,7 @@ class TokenFigures:
 
 
 def _fields(call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Columns:
-    """Return what an output says of labels: figures of every token but the last, each [B, S - 1],
+    """Return an output's fields for labels: figures of every token but the last, each [B, S - 1],
     0 where it predicts none; `label_mask`, where it predicts one; and `loss`, a scalar.
 
     figures: each [tokens], log_probs among them. given: the arguments of the call.

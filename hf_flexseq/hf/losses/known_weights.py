@@ -27,7 +27,8 @@ MAIN = "log_probs"
 
 
 class SumOverTokens:
-    """What the steps of a trainer have shown of its loss, alike on all ranks."""
+    """Findings of a trainer's steps about its loss, alike on all ranks: whether it is such a sum,
+    and its factors."""
 
     def __init__(self) -> None:
         self._is_one: bool | None = None  # None as long as no step had a target

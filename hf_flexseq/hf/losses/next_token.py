@@ -32,7 +32,7 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.row_outputs import outputs_of_rows
-from hf_flexseq.steps.source_row import SourceRow
+from hf_flexseq.steps.source_row import Columns, SourceRow
 from hf_flexseq.steps.step_items import StepItem
 from hf_flexseq.steps.training_mode import in_training_mode
 
@@ -68,7 +68,7 @@ class NextTokenLoss(PlannedLoss):
 
     def _try_model(self, row: SourceRow, model: nn.Module) -> None:
         """Refuse code of the user's in the model that mixes sequences. Collective over the world.
-        row: what this rank has drawn for a step."""
+        row: the sequences that this rank has drawn for a step."""
         smooths = self._trainer.args.label_smoothing_factor > 0  # on planned steps alone
         loss = loss_of_model(self._engine.whole_model, **self._options)
         self._trial.run(row, model, loss, pads=not smooths)
@@ -122,8 +122,8 @@ class NextTokenLoss(PlannedLoss):
 
     @contextmanager
     def _on_part(self, micro_batch: Inputs) -> Iterator[None]:
-        """Surround a `compute_loss` on a micro-batch, whose parts of samples count wherever they
-        come from, also from what fills a loader's last batches, and whose labels must stay."""
+        """Surround a `compute_loss` on a micro-batch. All of its parts of samples count, also if
+        their samples fill up a loader's last batches, and its labels must stay."""
         if not self._notes_figures and not self._trial.has_code:
             yield
             return
@@ -178,12 +178,20 @@ class NextTokenLoss(PlannedLoss):
     ) -> Prediction:
         """Return loss, a scalar, predictions and labels of a padded batch."""
 
-        def forward(micro_batch: Inputs, divided_by: torch.Tensor) -> torch.Tensor:
-            return self._forward(model, micro_batch, divided_by)
+        device = self._trainer.args.device
+        losses = []
 
-        found, loss, step = tokens.predict(batch, forward)
+        def forward(micro_batch: Inputs, step: RankMicroBatches) -> Columns:
+            losses.append(self._forward(model, micro_batch, divisor(step.targets, device)))
+            return {}
+
+        found, figures, step = tokens.predict(batch, forward)
         if not found.has_labels:
             return None, found.predictions, None
+        loss = torch.stack(losses).sum()
+        router = self._engine.whole_model.router
+        if router is not None:
+            loss = loss + router.weighted(figures).to(device)
         self._try_model(without_metrics(step.row), model)
         self._raise_noted()
         self._sum.add(loss, step.targets)

@@ -1,5 +1,5 @@
-"""A loss that the trainer computes itself, on its own batches, on the rank that drew them: that of
-TRL's DPOTrainer, for example, or a `compute_loss` of the user's.
+"""A loss that the trainer computes itself, on its own batches, on the rank that drew them: the
+loss of TRL's DPOTrainer, for example, or a `compute_loss` of the user's.
 
 `LossOnSamples.run_step` runs a step:
 
@@ -44,7 +44,7 @@ from hf_flexseq.hf.losses.divergences import Divergences
 from hf_flexseq.hf.losses.drawing import Drawing
 from hf_flexseq.hf.losses.heads import Head, head_of
 from hf_flexseq.hf.losses.known_weights import SumOverTokens
-from hf_flexseq.hf.losses.predictions import TokenPredictions
+from hf_flexseq.hf.losses.predictions import PredictedBatch, TokenPredictions
 from hf_flexseq.hf.losses.reference import attached_reference, reference_of
 from hf_flexseq.hf.losses.step_loss import (
     Prediction,
@@ -232,7 +232,7 @@ class LossOnSamples(StepLoss):
         return True
 
     def _warn_of_ranks(self, found: SumOverTokens) -> None:
-        """Warn if a loss lacks what makes up for the mean over ranks."""
+        """Warn if a loss lacks the factor that makes up for the mean over ranks."""
         ranks = self._trainer.accelerator.num_processes
         if ranks == 1 or not found.is_plain or not self._trainer.is_world_process_zero():
             return
@@ -271,7 +271,7 @@ class LossOnSamples(StepLoss):
 
     @contextmanager
     def _timed_since(self, began: float) -> Iterator[None]:
-        """Surround a step: TRL's logged seconds become those of the whole step."""
+        """Surround a step: TRL's logged seconds then cover the whole step."""
         logged = len(self._logged_seconds())
         yield
         seconds = self._logged_seconds()
@@ -287,7 +287,7 @@ class LossOnSamples(StepLoss):
     def _foresee(
         self, step: RankMicroBatches, model: nn.Module, calls: Sequence[Foreseen]
     ) -> None:
-        """Compute what the loss will ask for without gradients. Collective over the world."""
+        """Run the calls that the loss will make without gradients. Collective over the world."""
         others = [own.others for own in calls if own.others is not None]
         others_step = None
         if others:
@@ -332,31 +332,32 @@ class LossOnSamples(StepLoss):
         self, model: nn.Module, batch: Any, loss_only: bool, stock: StockPrediction
     ) -> Prediction:
         """Return the Trainer's own result on planned figures. Collective over the world."""
-        predicts = self._tokens is not None
-        names = self._trainer.label_names
-        if self._tokens is not None and not all(batch.get(name) is not None for name in names):
-            return None, *self._predict_tokens(self._tokens, model, batch)
-        given = batch
+        predicted = None
+        if self.has_predictions:
+            batch = {**self._trainer._prepare_inputs(batch)}  # a loss may take labels from it
         with ExitStack() as answered:
+            if self._tokens is not None:
+                # the figures that the loss will ask for come with the predictions
+                answered.callback(self.answers.clear)
+                predicted = self._predicted(self._tokens, model, batch)
+                if not predicted.has_labels:
+                    return None, predicted.predictions, predicted.labels
             answered.enter_context(self.answers.answering(model))
             if self.has_predictions:
-                batch = self._trainer._prepare_inputs(batch)
-                given = {**batch}  # from which a loss may take labels
-                answered.enter_context(self.answers.on_batch(given))
-            found = stock(self._trainer.model, given, loss_only or predicts)
-        if self._tokens is None:
+                answered.enter_context(self.answers.on_batch(batch))
+            found = stock(self._trainer.model, batch, loss_only or predicted is not None)
+        if predicted is None:
             return found
-        return found[0], *self._predict_tokens(self._tokens, model, batch)
+        return found[0], predicted.predictions, predicted.labels
 
-    def _predict_tokens(
-        self, tokens: TokenPredictions, model: nn.Module, batch: Any
-    ) -> tuple[Any, Any]:
-        """Return what was predicted of the tokens of a padded batch, and its labels."""
+    def _predicted(self, tokens: TokenPredictions, model: nn.Module, batch: Any) -> PredictedBatch:
+        """Return the predictions of a padded batch, and note its figures for the loss."""
 
-        def forward(micro_batch: Inputs, divisor: torch.Tensor) -> torch.Tensor:
+        def forward(micro_batch: Inputs, step: RankMicroBatches) -> Columns:
             with self._trainer.compute_loss_context_manager():
-                loss: torch.Tensor = model(**micro_batch, use_cache=False).loss
-            return loss
+                return self._head.forward(model, micro_batch)
 
-        found, _, _ = tokens.predict(batch, forward)
-        return found.predictions, found.labels
+        predicted, figures, _ = tokens.predict(batch, forward)
+        (own,) = self.answers.split(figures, [predicted.call])
+        self.answers.note(POLICY, predicted.call, own)
+        return predicted

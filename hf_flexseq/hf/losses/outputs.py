@@ -1,4 +1,5 @@
-"""What a loss of the user's own gets of a causal language model whose tokens are elsewhere."""
+"""Outputs that a loss of the user's own gets from a causal language model whose tokens are
+elsewhere."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ MEANS = "mean_log_probs"
 
 @dataclass
 class PlannedOutput(ModelOutput):
-    """Stands for the outputs of a model. What it does not have is refused by name.
+    """Takes the place of a model's outputs. Fields that it does not have are refused by name.
 
     Args:
         loss (`torch.Tensor`):
@@ -24,8 +25,8 @@ class PlannedOutput(ModelOutput):
         label_mask (`torch.Tensor` of shape `(batch, tokens - 1)`):
             Whether the label is not -100.
 
-    Besides, it has what `flexseq_figures` of the trainer's class gives, of shape `(batch, tokens)`
-    or `(batch, tokens, ...)`.
+    Besides, it has the figures that the trainer's `flexseq_figures` returns, of shape
+    `(batch, tokens)` or `(batch, tokens, ...)`.
     """
 
     loss: torch.Tensor | None = None
@@ -34,7 +35,7 @@ class PlannedOutput(ModelOutput):
     label_mask: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what a model might have had; called for what this output has not."""
+        """Refuse attributes that a model's output might have; called for missing ones alone."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise refusal_of(f"outputs.{name}")
@@ -62,7 +63,7 @@ def refusal_of(what: str) -> NotImplementedError:
 
 
 class PlannedSmoother:
-    """Stands for transformers' `LabelSmoother`, which reads logits: the uniform distribution has a
+    """Replaces transformers' `LabelSmoother`, which reads logits: the uniform distribution has a
     share `epsilon` in every label."""
 
     def __init__(self, epsilon: float) -> None:

@@ -14,7 +14,7 @@ refused before (`refusals/predictions.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +38,9 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.source_row import Columns, SourceRow
 
-# Runs the model on a micro-batch, whose loss is divided by a number of target tokens.
-Forward = Callable[[Inputs, torch.Tensor], torch.Tensor]
+# Runs the model on a micro-batch of a step, and returns further figures of its tokens, each
+# [tokens, ...], and sums over them.
+Forward = Callable[[Inputs, RankMicroBatches], Columns]
 
 # Makes the rows of calls of the model.
 RowsOf = Callable[[Sequence[ModelCall]], Iterator[dict[str, Any]]]
@@ -58,8 +59,9 @@ class TokenPredictions:
         self._trainer = trainer
         self._engine = engine
         self._function = trainer.preprocess_logits_for_metrics
-        # on the source rank the Trainer's own step gives the loss of a batch
-        self._with_loss = "loss" in trainer.args.include_for_metrics and not has_own_loss(trainer)
+        # A loss of the user's is that of the Trainer's own step, on all of a batch's samples.
+        self._has_own_loss = has_own_loss(trainer)
+        self._with_loss = "loss" in trainer.args.include_for_metrics and not self._has_own_loss
         self._chunked: ChunkedLoss | None = None
         self._is_started = False
 
@@ -74,30 +76,29 @@ class TokenPredictions:
 
     def predict(
         self, batch: Mapping[str, Any], forward: Forward
-    ) -> tuple["PredictedBatch", torch.Tensor, RankMicroBatches]:
-        """Return predictions, loss, a scalar, and step of a padded batch. Collective."""
+    ) -> tuple["PredictedBatch", Columns, RankMicroBatches]:
+        """Return the predictions of a padded batch, the figures of its tokens, each [tokens, ...]
+        on the CPU, with totals of the step, and the step. Collective over the world."""
         if not self._is_started:  # the engine has attached it by now, where the model is suitable
             self._chunked = attach_chunked_loss(base_model(self._trainer.model))
             self._is_started = True
         takes_images = self._engine.whole_model.takes_images
         predicted = PredictedBatch(self._trainer, batch, takes_images=takes_images)
+        if not self._has_own_loss:
+            predicted.leave_out_repeats()
         step = self._engine.step_of(
             predicted.rows(self._engine.whole_model.rows_of, with_loss=self._with_loss),
             number=self._trainer.state.global_step,
             forward_only=True,
         )
-        loss = self._run(predicted, step, forward)
-        return predicted, loss, step
+        return predicted, self._run(predicted, step, forward), step
 
     def _run(
         self, predicted: "PredictedBatch", step: RankMicroBatches, forward: Forward
-    ) -> torch.Tensor:
-        """Run a step's micro-batches, take their findings, and return the loss, a scalar."""
-        device = self._trainer.args.device
-        targets = torch.full((), max(step.targets, 1), device=device)
+    ) -> Columns:
+        """Run a step's micro-batches; return the figures of this rank's tokens, and totals."""
         model = base_model(self._trainer.model)
         router = self._engine.whole_model.router
-        losses = []
         several = []
 
         def read(inputs: Inputs) -> Columns:
@@ -109,20 +110,17 @@ class TokenPredictions:
                 surrounded.enter_context(reader.of(model, self._chunked))
                 if router is not None:
                     sums = surrounded.enter_context(router.noting())
-                losses.append(forward(inputs, targets))
+                others = forward(inputs, step)
             several.append(reader.is_several)
-            return reader.figures(inputs["input_ids"].shape[1]) | sums
+            return reader.figures(inputs["input_ids"].shape[1]) | sums | others
 
         figures = figures_of(step, read, TOTALS)
         predicted.take(figures, is_several=several[0])
-        loss = torch.stack(losses).sum()
-        if router is not None:
-            loss = loss + router.weighted(figures).to(device)
-        return loss
+        return {name: own for name, own in figures.items() if not name.startswith(_PREDICTION)}
 
 
 def _without_labels(inputs: Inputs) -> tuple[Inputs, list[torch.Tensor]]:
-    """Return what the model is called with, and the labels [1, tokens] for the user's function."""
+    """Return the model's arguments, and the labels [1, tokens] for the user's function."""
     own, labels = {}, []
     for name, value in inputs.items():
         if name.startswith(_LABELS):
@@ -140,7 +138,7 @@ def without_metrics(row: SourceRow) -> SourceRow:
 
 
 class PredictedBatch:
-    """A padded batch, and what was predicted of its tokens."""
+    """A padded batch, and the predictions for its tokens."""
 
     def __init__(self, trainer: Any, batch: Mapping[str, Any], *, takes_images: bool) -> None:
         """takes_images: True for a model whose tokens have types because of its images.
@@ -164,7 +162,7 @@ class PredictedBatch:
                 )
         self._trainer = trainer
         self._batch = {name: value for name, value in batch.items() if value is not None}
-        self._call = ModelCall(
+        self.call = ModelCall(
             ids,
             self._batch.get("attention_mask"),
             self._batch.get("labels"),
@@ -173,6 +171,8 @@ class PredictedBatch:
             images=images,
             types=types_in(batch) if takes_images else None,
         )
+        """The model's call on the batch."""
+        self._all_targets = self.call.in_row(self.call.targets)  # [tokens]
         names = trainer.label_names
         self.has_labels = bool(names) and all(name in self._batch for name in names)
         self.predictions: Any = None
@@ -189,22 +189,24 @@ class PredictedBatch:
         names = self._trainer.label_names
         return as_given([to_device(self._batch[name], device) for name in names])
 
+    def leave_out_repeats(self) -> None:
+        """Leave out the targets of samples that were drawn already."""
+        self.call.targets[self._own_samples() :] = IGNORE_INDEX
+
     def rows(self, rows_of: RowsOf, *, with_loss: bool) -> Iterator[dict[str, Any]]:
-        """Yield the sequences of the batch as the engine takes them, with other columns, and no
-        targets in repeated samples. Raises as `rows_of`, which makes them of the model's calls.
+        """Yield the sequences of the batch as the engine takes them, with other columns. Raises as
+        `rows_of`, which makes them of the model's calls.
 
         with_loss: True if the loss of all samples is wanted.
         """
-        call = self._call
-        targets = call.in_row(call.targets)  # [tokens]
-        call.targets[self._own_samples() :] = IGNORE_INDEX
+        call = self.call
         known = {*READ, *call.images, *call.types}
         for row in rows_of([call]):
             for name, value in self._batch.items():
                 if name not in known:
                     row[name] = call.in_row(value).unsqueeze(0)
             if with_loss:
-                row[_TARGETS] = targets.unsqueeze(0)
+                row[_TARGETS] = self._all_targets.unsqueeze(0)
             if self.has_labels:
                 for index, name in enumerate(self._trainer.label_names):
                     row[f"{_LABELS}{index}"] = call.in_row(self._batch[name]).unsqueeze(0)
@@ -212,7 +214,7 @@ class PredictedBatch:
 
     def _own_samples(self) -> int:
         """Return how many samples of the batch count: those after them were drawn already."""
-        samples = len(self._call.ids)
+        samples = len(self.call.ids)
         accelerator = self._trainer.accelerator
         state = accelerator.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
@@ -221,8 +223,8 @@ class PredictedBatch:
         return int(min(max(left, 0), samples))
 
     def take(self, figures: Columns, *, is_several: bool) -> None:
-        """Take what was found of the tokens, each [tokens, ...] on the CPU, where the batch has
-        them. Collective over the world where a metric wants the loss."""
+        """Put figures of the tokens, each [tokens, ...] on the CPU, where the batch has these
+        tokens. Collective over the world where a metric wants the loss."""
         device = self._trainer.args.device
         found = []
         for index in range(sum(name.startswith(_PREDICTION) for name in figures)):
@@ -236,7 +238,7 @@ class PredictedBatch:
 
     def _padded(self, values: torch.Tensor) -> torch.Tensor:
         """Put values where the batch has their tokens, [tokens, ...] -> [B, S, ...]."""
-        mask = to_device(self._call.mask, values.device)
+        mask = to_device(self.call.mask, values.device)
         padding = IGNORE_INDEX if values.dtype.is_signed else 0
         padded = values.new_full((*mask.shape, *values.shape[1:]), padding)
         padded[mask] = values
@@ -244,7 +246,7 @@ class PredictedBatch:
 
 
 class _Reader:
-    """Sees the logits of one micro-batch, chunk by chunk, and keeps what is made of them."""
+    """Sees the logits of one micro-batch, chunk by chunk, and keeps the figures made from them."""
 
     def __init__(
         self,
@@ -260,23 +262,20 @@ class _Reader:
         self._seen = 0  # tokens
         self.is_several = False
 
-    def of(
-        self, model: PreTrainedModel, chunked: ChunkedLoss | None
-    ) -> AbstractContextManager[None]:
-        """Read logits of a model's calls inside the block. chunked: its chunked loss, if it has
-        one."""
-        return self._of_outputs(model) if chunked is None else chunked.reading(self.see)
-
     @contextmanager
-    def _of_outputs(self, model: PreTrainedModel) -> Iterator[None]:
-        """Read the outputs of a model that keeps its own loss, and its whole logits."""
+    def of(self, model: PreTrainedModel, chunked: ChunkedLoss | None) -> Iterator[None]:
+        """Read logits of a model's call inside the block: chunk by chunk inside its chunked loss,
+        if it has one that computes the call, or else those that the model returns."""
         hook = model.register_forward_hook(self._see_outputs)
         try:
-            yield
+            with nullcontext() if chunked is None else chunked.reading(self.see):
+                yield
         finally:
             hook.remove()
 
     def _see_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._seen:
+            return
         logits = outputs.logits[0]  # [tokens, V]
         for chunk in logits.split(chunk_rows(1, logits.shape[1], logits.dtype.itemsize)):
             self.see(chunk)
@@ -302,7 +301,7 @@ class _Reader:
         self._seen += len(logits)
 
     def figures(self, tokens: int) -> Columns:
-        """Return what was made of all tokens, each [tokens, ...]."""
+        """Return the figures of all tokens, each [tokens, ...]."""
         if self._seen != tokens:
             raise NotImplementedError(
                 f"compute_loss showed logits of {self._seen} tokens where a micro-batch has "

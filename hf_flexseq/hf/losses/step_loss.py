@@ -106,7 +106,7 @@ class StepLoss(ABC):
 
     @abstractmethod
     def _evaluation_loader(self, dataloader: Any) -> Any:
-        """Return what an evaluation without predictions of tokens iterates over."""
+        """Return the loader of an evaluation without predictions of tokens."""
 
     @abstractmethod
     def predict(

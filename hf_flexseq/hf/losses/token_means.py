@@ -5,7 +5,7 @@ Such a trainer appends a figure of the batch, taken over all ranks, to a list in
 `trainer._metrics[mode]`, and logs the mean of the list. On planned steps `compute_loss` runs once
 for each micro-batch, and micro-batches have different numbers of target tokens: the mean of their
 figures would depend on the plan. So the values that a step has appended become one, their mean
-weighted by target tokens; those of an evaluation become one when it ends.
+weighted by target tokens; an evaluation's values become one when it ends.
 
 A list counts when it has grown by exactly one value for each micro-batch. Others are left alone:
 SFTTrainer's `num_tokens`, for example, which it replaces. That one is freed of the dummy tokens
@@ -62,7 +62,7 @@ class TokenMeans:
         self._evaluated = {}
 
     def _taken(self, mode: str, targets: Sequence[int]) -> dict[str, Weighted]:
-        """Take what the step has appended off the lists; return it with its weights."""
+        """Take the step's values off the lists; return them with their weights."""
         taken = {}
         for name, values in self._lists(mode).items():
             before = self._lengths.get(name, 0)

@@ -1,5 +1,5 @@
-"""Which calls of the model a trainer's loss will make on a batch, so that those of a whole step
-are planned together, before the loss is computed.
+"""Which calls of the model a trainer's loss will make on a batch. The calls of a whole step are
+therefore planned together, before the loss is computed.
 
 Nothing but time depends on it: a call without gradients that was not foreseen is planned and run
 when it comes, and one with gradients is refused.

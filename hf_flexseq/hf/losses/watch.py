@@ -1,9 +1,9 @@
-"""Watch what code of the user's does with the labels of a micro-batch, and with gradients that are
-not those of a whole step yet.
+"""Watch the user's code for changes of a micro-batch's labels, and for changes of gradients before
+the step's gradients are complete.
 
 A micro-batch has parts of samples in one row, and its labels are shifted already: `labels` and
 `shift_labels` are one tensor, and the model reads the second. A hook on the model may change them,
-which would give another loss in silence. Each of these changes raises a NotImplementedError that
+which would silently give another loss. Each of these changes raises a NotImplementedError that
 says what to change.
 """
 
@@ -32,7 +32,7 @@ class LabelGuard:
         self._who = f"{type(trainer).__name__} or a hook"
 
     def raise_together(self, cpu_group: CpuGroup) -> None:
-        """Raise what was noted on any rank, on all of them. Collective over the world."""
+        """Raise on all ranks the error that any rank has noted. Collective over the world."""
         with ErrorCapture() as watching:
             if self._noted is not None:
                 raise self._noted
@@ -99,7 +99,7 @@ class StepInFront:
     """Watches a user's `training_step` before the mixin: gradients come with the last batch."""
 
     def __init__(self, trainer: Trainer, mixin: type) -> None:
-        """mixin: the class that a `training_step` may stand in front of."""
+        """mixin: the class before which a `training_step` may come."""
         classes = type(trainer).__mro__
         before = classes[: classes.index(mixin)]
         self._is_watched = any("training_step" in vars(cls) for cls in before)

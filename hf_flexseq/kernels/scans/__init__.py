@@ -3,14 +3,14 @@ rank alone.
 
     state after a segment  =  transition (state before it)  +  end state from zero
 
-`recurrent/scan.py` exchanges what segments of one sequence on several ranks must know of each
-other; a `Scan` gives it summaries, and takes true states. The split into four methods around two
-exchanges is that of Megatron's `LinearAttentionCPBackend`.
+When a sequence has segments on several ranks, `recurrent/scan.py` exchanges summaries between
+them: a `Scan` returns its summaries, and then takes the true states. The split into four methods
+around two exchanges follows Megatron's `LinearAttentionCPBackend`.
 
     chunked_scan.py  a scan from chunk to chunk, in torch
     grid.py          rows of tokens <-> chunks
     gated_delta.py, kimi.py, mamba2.py
-                     what a chunk does to a state, by kind of layer
+                     the effect of a chunk on a state, by kind of layer
 """
 
 from collections.abc import Sequence
@@ -39,15 +39,15 @@ class Scan(Protocol):
     def forward(
         self, inputs: Tensors, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        """Return the output, the states behind all segments [segments, H, K, V], and what
-        `backward` needs beside the inputs.
+        """Return the output, the states behind all segments [segments, H, K, V], and the tensors
+        saved for `backward` besides the inputs.
 
         states: before all segments, [segments, H, K, V]; None for zeros.
         """
         ...
 
     def resume(self, inputs: Tensors, states: torch.Tensor | None) -> Tensors:
-        """Return what `forward` saves, without its output."""
+        """Return the tensors that `forward` saves, without its output."""
         ...
 
     def summarise_backward(

@@ -1,4 +1,4 @@
-"""Choose what runs a recurrent layer's scan on a device, and state why the others do not serve.
+"""Choose a recurrent layer's scan for a device, and state why the others do not serve.
 
     fla        flash-linear-attention's kernels, on CUDA
     chunked    torch's operations, everywhere and for all kinds

@@ -2,7 +2,7 @@
 
 Whatever the layer is, a chunk of C tokens does to a state h [K, V] of a head
 
-    v  = u - w h                  [C, V]  what is written; w is None where nothing is read before
+    v  = u - w h                  [C, V]  written to h; w is None where nothing is read before
     o  = q h + attn v             [C, V]  the output
     h' = decay h + k^T v          [K, V]  the state after it; decay is one number, or K
 
@@ -13,9 +13,9 @@ chunks and heads. Backward, with D the gradient of h':
     dv = attn^T do + k D          dh = q^T do + decay D - w^T dv
     dq = do h^T    dattn = do v^T    dk = v D^T    dw = -dv h^T    du = dv    ddecay = <D, h>
 
-where, again, only D goes from chunk to chunk. The states before all chunks and what is written
-are kept for the backward: K x V / C + V numbers for a token and head, besides the 3 K + V + C of
-the inputs. Rejected: scanning again in the backward, which saves a quarter of this and takes a
+where, again, only D goes from chunk to chunk. The states before all chunks and the written values
+v are kept for the backward: K x V / C + V numbers per token and head, besides the inputs'
+3 K + V + C. Rejected: scanning again in the backward, which saves a quarter of this and takes a
 tenth longer.
 
 The slow reference goes token by token, in tests/kernels/scans.
@@ -95,9 +95,9 @@ class ChunkedScan:
     def forward(
         self, inputs: Tensors, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        """Return out [N, H, C, V], the states behind all segments [segments, H, K, V], and what
-        the backward needs: the states before all chunks [N, H, K, V] and what they write [N, H, C,
-        V]."""
+        """Return out [N, H, C, V], the states behind all segments [segments, H, K, V], and, for
+        the backward, the states before all chunks [N, H, K, V] and the chunks' written values
+        [N, H, C, V]."""
         x = _Chunks(*inputs)
         before, written, finals = self._scan(x, states)
         out = x.q @ before
@@ -105,15 +105,15 @@ class ChunkedScan:
         return out, finals, (before, written)
 
     def resume(self, inputs: Tensors, states: torch.Tensor | None) -> Tensors:
-        """Return what `forward` saves."""
+        """Return the tensors that `forward` saves."""
         before, written, _ = self._scan(_Chunks(*inputs), states)
         return before, written
 
     def _scan(
         self, x: _Chunks, states: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the states before all chunks [N, H, K, V], what they write [N, H, C, V], and the
-        states behind all segments [segments, H, K, V]."""
+        """Return the states before all chunks [N, H, K, V], the chunks' written values
+        [N, H, C, V], and the states behind all segments [segments, H, K, V]."""
         order = self._order()
         chunks = x.u.shape[0]
         before = x.u.new_empty(chunks, *x.state_shape)
@@ -229,8 +229,11 @@ class ChunkedScan:
         dout: torch.Tensor,
         dstate: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of the states before some chunks [n, H, K, V] and of what they
-        write [n, H, C, V], from those of their output and of the states behind them."""
+        """Return the gradients of the states before some chunks [n, H, K, V] and of the chunks'
+        written values [n, H, C, V].
+
+        dout: gradients of the chunks' output. dstate: gradients of the states behind the chunks
+        """
         dvalue = x.attn[here].transpose(-1, -2) @ dout
         _add_product(dvalue, x.k[here], dstate)
         dbefore = x.decayed(here, dstate)

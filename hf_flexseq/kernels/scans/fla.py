@@ -6,14 +6,14 @@ the states behind:
     end states from zero    the states behind, from states of zero
     transitions             the states behind, from the identity with values of zero; the decays
                             alone where a token only decays a state (Mamba 2)
-    gradients               those of autograd, with gradients for rows and for the states behind
+    gradients               by autograd, from the gradients of rows and of the states behind
 
 Autograd's graph does not outlive the function that calls a `Scan`, so the backward calls the
-forward again; all that is saved are the states before. Rejected: the package's inner functions,
+forward again; only the states before are saved. Rejected: the package's inner functions,
 which would save the second forward, and change with every version.
 
 Rows of a delta rule are a layer's own: q, k [tokens, key_heads, K], v [tokens, H, V], g [tokens,
-H] or [tokens, H, K], beta [tokens, H]. Rows of Mamba 2 are those of simple gated linear attention,
+H] or [tokens, H, K], beta [tokens, H]. Mamba 2 uses the rows of simple gated linear attention,
 without beta (`mamba2.token_inputs`). The output is rows, too, [tokens, H, V].
 
 The slow reference goes token by token, in tests/kernels/scans: with a stand-in for the package
@@ -91,7 +91,7 @@ class _SegmentRows:
     def __init__(
         self, parts: Sequence[slice], lengths: Sequence[int], device: torch.device
     ) -> None:
-        """parts: where the segments stand in all rows."""
+        """parts: each segment's slice of all rows."""
         self.parts = parts
         ends = accumulate(lengths, initial=0)
         self.cu_seqlens_cpu = torch.tensor(list(ends))
@@ -146,7 +146,7 @@ class FlaScan:
         return out, finals, saved
 
     def resume(self, inputs: Tensors, states: torch.Tensor | None) -> Tensors:
-        """Return what `forward` saves."""
+        """Return the tensors that `forward` saves."""
         return () if states is None else (states,)
 
     def summarise_backward(
@@ -205,7 +205,7 @@ class FlaScan:
         return self._rows_of[key]
 
     def _parts(self, chosen: Sequence[int]) -> list[slice]:
-        """Return where chosen segments stand in the rows."""
+        """Return each chosen segment's slice of the rows."""
         starts = list(accumulate(self._lengths, initial=0))
         return [slice(starts[one], starts[one + 1]) for one in chosen]
 
@@ -229,7 +229,7 @@ class FlaScan:
         return one.repeat(segments, v.shape[1], 1, 1)
 
     def _decays(self, g: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-        """Return what is left of a state after chosen segments, [n, H]. g: [tokens, H]."""
+        """Return the decay of a state over each chosen segment, [n, H]. g: [tokens, H]."""
         if not chosen:
             return g.new_zeros(0, g.shape[1])
         sums = [g[part].sum(0) for part in self._parts(chosen)]

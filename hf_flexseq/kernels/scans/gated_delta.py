@@ -33,7 +33,7 @@ def chunk_inputs(
     *,
     l2norm: bool,
 ) -> Tensors:
-    """Return what `ChunkedScan` takes, in float32 (float64 for float64).
+    """Return the inputs of `ChunkedScan`, in float32 (float64 for float64).
 
     q, k: [tokens, key_heads, K]; v: [tokens, H, V]; g, beta: [tokens, H]. q is multiplied by K **
     -0.5; with `l2norm` q and k are made unit vectors before. Returns q, k, w [N, H, C, K], u [N,

@@ -90,8 +90,8 @@ class ChunkGrid:
     def steps(self, chosen: Sequence[int] | None = None) -> tuple[ChunkStep, ...]:
         """Return the steps through all chunks, or through chosen segments'.
 
-        The states of a step are those of its first `active` segments: of all segments in `order`,
-        or of the chosen ones as `sort` has them.
+        A step has the states of the first `active` segments, in the order of `order` for all
+        segments, of `sort` for chosen ones.
         """
         key = None if chosen is None else tuple(chosen)
         if key not in self._steps_of:

@@ -13,9 +13,9 @@ tokens. Between blocks, with R the sums before the first token of the later bloc
 has exponents of at most 0 on both sides, and is a product of matrices. Inside a block it is
 written out. The whole chunk written out would take C x C x K numbers a chunk and head.
 
-What is written out, BLOCK x K numbers for a token and head, is not kept for the backward but
-computed again, for a few chunks at a time. Its backward needs nothing else: with dx and dk the
-gradients of the left and right factors, that of G is x dx - k dk.
+The products written out, BLOCK x K numbers per token and head, are not kept for the backward but
+computed again, for a few chunks at a time. Their backward needs nothing else: with dx and dk the
+gradients of the left and right factors, the gradient of G is x dx - k dk.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def chunk_inputs(
     *,
     l2norm: bool,
 ) -> Tensors:
-    """Return what `ChunkedScan` takes, in float32 (float64 for float64).
+    """Return the inputs of `ChunkedScan`, in float32 (float64 for float64).
 
     q, k, g: [tokens, H, K]; v: [tokens, H, V]; beta: [tokens, H]. q is multiplied by K ** -0.5;
     with `l2norm` q and k are made unit vectors before. Returns q, k, w [N, H, C, K], u [N, H, C,

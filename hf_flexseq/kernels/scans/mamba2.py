@@ -39,8 +39,8 @@ def token_inputs(
     """Return the rows of simple gated linear attention that do the same: q = C, k = B, v = dt x,
     and the logarithm of the decay g = dt A in float32 (float64 for float64).
 
-    Shapes of the arguments are those of `chunk_inputs`. Returns q, k [tokens, H, N], v [tokens, H,
-    P] and g [tokens, H].
+    The arguments have the shapes given in `chunk_inputs`. Returns q, k [tokens, H, N], v [tokens,
+    H, P] and g [tokens, H].
     """
     wide = lse_dtype(x.dtype)
     dt = dt.to(wide)
@@ -59,7 +59,7 @@ def chunk_inputs(
     C: torch.Tensor,
     grid: ChunkGrid,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return what `ChunkedScan` takes, in float32 (float64 for float64).
+    """Return the inputs of `ChunkedScan`, in float32 (float64 for float64).
 
     x: [tokens, H, P]; dt, positive: [tokens, H]; A: [H]; B, C: [tokens, groups, N]. Returns q, k
     [chunks, H, c, N], None, u [chunks, H, c, P], attn [chunks, H, c, c] and decay [chunks, H], for

@@ -1,7 +1,7 @@
 """Our own pipeline planner: few, level chunks, played in one pass under a memory limit.
 
-1. How many chunks? Each costs its constant b, 2.5 times over F, I and W, and fewer chunks are
-   longer, and P - 1 of them stand in the bubble: 2.5 b n + (P - 1) work / n is least at
+1. How many chunks? Each costs its constant b, 2.5 times over F, I and W. Fewer chunks are longer,
+   and the bubble takes as long as P - 1 of them: 2.5 b n + (P - 1) work / n is least at
    n = sqrt((P - 1) work / 2.5 b). A few factors of this n are tried (`FACTORS`).
 2. Every sequence is cut into equal parts of that size and short ones are packed to it
    (`pack.level_units`).
@@ -15,9 +15,9 @@ may hold the largest unit and a window of 1.5 P mean chunks: more is hardly fast
 Rejected: some packs before the cut sequences, and room for the neighbours of a unit that does not
 fit. Both were slower, or gained nothing, on 216 steps.
 
-What is done otherwise than in InfiniPipe (arXiv 2509.21275): no mesh of the longest sequence,
-hence no tails; a window in bytes, not in chunks of the longest sequence; no flush between groups;
-input and weight gradients apart.
+Differences from InfiniPipe (arXiv 2509.21275): no mesh of the longest sequence, hence no tails; a
+window in bytes, not in chunks of the longest sequence; no flush between groups; input and weight
+gradients apart.
 """
 
 import math

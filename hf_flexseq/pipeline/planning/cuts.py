@@ -6,9 +6,9 @@ The first t tokens are a t + c t^2 of work, so the j-th cut solves a quadratic.
 Kernels work on tiles of tokens, and long chunks of whole tiles take less time than others. So cuts
 may be moved to the next tile (`on_tiles`) where parts stay nearly equal.
 
-What Seq1F1B (arXiv 2406.03488, section 3.3) does otherwise: it cuts greedily from the end, solves
-once per run for one length, and makes forward operations equal, which leave out that attention's
-backward takes 2.5 forwards and a linear layer's 2.
+Seq1F1B (arXiv 2406.03488, section 3.3) differs: it cuts greedily from the end, solves once per run
+for one length, and makes forward operations equal, although attention's backward takes 2.5
+forwards and a linear layer's 2.
 """
 
 import math

@@ -9,8 +9,8 @@ One pass over the step, without a flush:
 
 1. Units start in the given order and go backward in that order. A unit that has begun can
    therefore always finish, and the only limit is that each unit alone must fit.
-2. Bytes limit what is in flight, so every sequence counts by its size: after a short one there is
-   room for others.
+2. The limit on chunks in flight is in bytes, so every sequence counts by its size: a short one
+   leaves room for others.
 3. A backward stays whole (B) if a chunk would hold more from I to W than before, as with
    checkpointed layers, which are recomputed in I.
 4. I and W become one B if the previous stage did not wait for the I (`actions_of`).
@@ -26,7 +26,7 @@ Rejected:
 * A window of P - r - 1 + k chunks per sequence instead of bytes: half a percent slower at the
   same peak.
 * Splitting only the last backwards: 1 % slower with 4 stages and ample room, 9 % with 8 and
-  little. Earlier W's are what fills the gaps of a full memory.
+  little. When memory is full, earlier W's fill the gaps.
 * Several of these rules tried in turn, and single actions put off: 0.3 % slower on long-tailed
   batches in the same planning time, 1 % faster with at most five chunks.
 """
@@ -65,7 +65,8 @@ class Played:
 
 
 class _Stage:
-    """One stage during a play: the costs of its chunks, what it has done, and what it waits for.
+    """One stage during a play: the costs of its chunks, its finished actions, and the inputs for
+    which it waits.
 
     Lists have one value for each chunk unless their comment says otherwise.
     """

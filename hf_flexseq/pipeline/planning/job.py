@@ -1,4 +1,4 @@
-"""What a planner is asked to do for the stages of pipelines."""
+"""A planning job for the stages of pipelines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

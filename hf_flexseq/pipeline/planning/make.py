@@ -35,7 +35,7 @@ def make_pipeline_plan(
 ) -> PipelinePlan:
     """Plan one optimizer step over the stages of `cost`.
 
-    lengths: tokens of each sequence. Raises ValueError for options that do not fit the stages and
+    lengths: tokens per sequence. Raises ValueError for options that do not fit the stages and
     PlanInfeasible when memory holds no plan.
     """
     began = time.perf_counter()

@@ -5,7 +5,7 @@
             inside the unit
     action  2F0.1: stage 2 runs the Forward of unit 0's chunk 1
 
-Kinds are those of zero-bubble schedules (arXiv 2401.10241, section 2): F forward, B the whole
+The kinds follow zero-bubble schedules (arXiv 2401.10241, section 2): F forward, B the whole
 backward, or its two parts, I for the gradient of the input, which the previous stage needs, and W
 for the gradient of the weights, which no other stage needs. Sends and receives are implied: F
 receives from the previous stage and sends to the next one, B and I the reverse.
@@ -59,7 +59,7 @@ MAX_STAGES = 1 << 14
 
 
 class Action(NamedTuple):
-    """Work of a stage on one chunk. A tuple, since a step may have tens of thousands."""
+    """Work of a stage on one chunk. A tuple, because a step may have tens of thousands."""
 
     stage: int
     kind: str
@@ -101,7 +101,7 @@ class Chunk:
     def cut(self, lengths: tuple[int, ...]) -> Slice | None:
         """Return the slice that is only a part of its sequence, or None.
 
-        Its attention crosses chunks. lengths: tokens of every sequence of the plan.
+        Its attention crosses chunks. lengths: tokens per sequence of the plan.
         """
         first = self.slices[0]
         return first if first.tokens < lengths[first.sequence] else None
@@ -112,7 +112,7 @@ class PipelinePlan(Record):
     """One optimizer step through one pipeline."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; a sequence's id is its index."""
+    """Tokens per sequence; a sequence's id is its index."""
     ranks: int
     """Number of ranks of the pipeline (one replica)."""
     stages: int
@@ -276,7 +276,7 @@ def _check_chunks(plan: PipelinePlan) -> None:
 def _check_slices(chunk: Chunk, plan: PipelinePlan, reached: list[int]) -> None:
     """Raise ValueError unless every slice continues where previous chunks ended.
 
-    reached: [sequences] tokens in previous chunks; those of `chunk` are added.
+    reached: [sequences] tokens in previous chunks; this function adds the tokens of `chunk`.
     """
     name = f"chunk {chunk.unit}.{chunk.index}"
     if not chunk.slices:

@@ -1,5 +1,5 @@
-"""Nanoseconds and bytes of a chunk on a stage: what every pipeline schedule is decided and scored
-by.
+"""Nanoseconds and bytes of a chunk on a stage, by which every pipeline schedule is decided and
+scored.
 
 A chunk of t tokens whose queries see p keys in all (the causal area of its slices) takes on a
 stage
@@ -12,15 +12,15 @@ stage
 
 Attention backward has no weights and five matrix products for the forward's two; a linear layer
 has one product each for the gradient of its input and of its weight. The LM head goes backward in
-F (pipeline/executor.py). Constants are per stage, so that a stage with the head, or with fewer
-layers, is priced as what it is: the papers (Seq1F1B 2406.03488, InfiniPipe 2509.21275 equation 1)
-price the model and divide by the number of stages, which hides the head.
+F (pipeline/executor.py). Constants are per stage, so a stage with the head, or with fewer layers,
+has its true price: the papers (Seq1F1B 2406.03488, InfiniPipe 2509.21275 equation 1) price the
+model and divide by the number of stages, which hides the head.
 
 The work of layers with a window or a chunk is part of the linear one. They are priced to carry
 keys and values as full layers do.
 
-A chunk holds its activations from F to B or I, and from I to W what its weights' gradients are
-made of: the inputs of the linear layers and the gradients of their outputs. A cut sequence also
+A chunk holds its activations from F to B or I, and from I to W the factors of its weight
+gradients: the inputs of the linear layers and the gradients of their outputs. A cut sequence also
 holds keys and values, allocated once at its full length, from its first F to its last B or I, and
 their gradients from its first B or I to its last. Checkpointed layers hold their input only, up to
 I.
@@ -62,9 +62,9 @@ class StageCost(Constants):
     layers: Whole = 1
     """Number of decoder layers."""
     token_bytes: Positive = 1.0
-    """Bytes of a token's activations, keys and values left out."""
+    """Activation bytes per token, keys and values left out."""
     kv_bytes: Amount = 0.0
-    """Bytes of a token's keys and values."""
+    """Bytes per token of keys and values."""
     input_bytes: Amount = 0.0
     """Bytes that a token keeps when all layers are checkpointed."""
     owed_bytes: Amount | None = None
@@ -97,7 +97,7 @@ class PipelineCost(Constants):
     def of_model(cls, cost: CostModel, stages: int) -> "PipelineCost":
         """Return a whole model's cost, divided evenly over `stages`.
 
-        The stages have one rank each. The division stands in for unmeasured stages. Raises
+        Each stage has one rank. The even division replaces measurements of single stages. Raises
         ValueError for experts on several ranks.
         """
         if cost.experts is not None:
@@ -131,7 +131,7 @@ class ChunkShape(NamedTuple):
 def shape_of(slices: Sequence[Slice], lengths: Sequence[int]) -> ChunkShape:
     """Return the shape of a chunk, of whose slices only the first may be a part of a sequence.
 
-    lengths: tokens of every sequence of the plan.
+    lengths: tokens per sequence of the plan.
     """
     first = slices[0]
     length = lengths[first.sequence]

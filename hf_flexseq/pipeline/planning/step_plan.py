@@ -2,8 +2,8 @@
 each replica.
 
 The ranks are stages x replicas x degree: member m of replica r on stage s is rank (s x replicas +
-r) x degree + m. A replica is a pipeline of its own. Gradients are summed over replicas once at the
-end, so replicas may have different numbers of chunks.
+r) x degree + m. Every replica is a separate pipeline. Gradients are summed over replicas once at
+the end, so replicas may have different numbers of chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class StepPlan(Record):
     """One optimizer step of pipelines."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence of the step; a sequence's id is its index."""
+    """Tokens per sequence of the step; a sequence's id is its index."""
     members: tuple[tuple[int, ...], ...]
     """[replicas] Ids of each replica's sequences, ascending; its plan numbers them from 0."""
     plans: tuple[PipelinePlan, ...]

@@ -1,4 +1,4 @@
-"""The question to a pipeline planner, what it works on, and its answer.
+"""A pipeline planner's task, its working data, and its answer.
 
     PipelineOptions   schedule and limits
     PipelineTask      lengths, costs and options of one step
@@ -7,7 +7,7 @@
                       pack
     PipelineAnswer    units, actions of every rank, checkpointed layers
 
-Units are plain lists while a planner is at work, since it may try many before one becomes chunks.
+A planner may try many units before one becomes chunks, so they are plain lists while it works.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class PipelineOptions:
     max_tokens: int | None = None
     """Maximum tokens of a chunk; None for no limit."""
     memory_limit: Sequence[int] | None = None
-    """Bytes of each rank for what is in flight; None for no limit."""
+    """Bytes that each rank has for chunks in flight; None for no limit."""
 
     def __post_init__(self) -> None:
         entry_of("schedule", self.schedule, PIPELINE_SCHEDULES)
@@ -56,7 +56,7 @@ class PipelineTask:
     """A step to plan. Raises ValueError for options that do not fit the stages."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; at least one."""
+    """Tokens per sequence; at least one sequence."""
     cost: PipelineCost
     """Nanoseconds and bytes of chunks on every stage."""
     options: PipelineOptions
@@ -96,7 +96,7 @@ class PipelineAnswer:
     units: list[Unit]
 
     actions: Actions
-    """[rank] what the rank does, in order."""
+    """[rank] the rank's actions, in order."""
 
     checkpointed: Layers = ()
     """[stage][chunk] layers that are computed again in the backward; () for none."""
@@ -141,7 +141,7 @@ def chunks_of(units: Sequence[Unit]) -> tuple[Chunk, ...]:
 
 
 def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[ChunkShape]:
-    """Return what the cost of every row depends on, unit by unit."""
+    """Return the shape of every row, on which its cost depends, unit by unit."""
     return [shape_of(row, lengths) for unit in units for row in unit]
 
 
@@ -151,8 +151,8 @@ def shapes_of(units: Sequence[Unit], lengths: Sequence[int]) -> list[ChunkShape]
 def unit_bytes(sizes: Sequence[int], held: Sequence[int], carried: Sequence[int]) -> list[int]:
     """Return the bytes that each unit holds on a stage when all of it is in flight.
 
-    The gradients of keys and values are those of whichever unit needs most for them, since units
-    go backward one after the other.
+    Units go backward one after the other, so every unit counts the same gradients of keys and
+    values: as many bytes as the largest unit needs.
 
     sizes: how many chunks each unit has
     held, carried: of every chunk, as in `ChunkCosts`

@@ -1,10 +1,10 @@
-"""Go through a pipeline's plan without computing: in which order actions can happen, when, and
-what is then held.
+"""Go through a pipeline's plan without computing: the order in which actions can happen, their
+times, and the bytes then held.
 
-    walk          every action after what it waits for, or where each rank is stuck
+    walk          every action after its inputs, or where each rank is stuck
     timed         every action at its earliest time, with the bytes of its rank
     makespan_ns   nanoseconds of the step
-    peak_bytes    the most bytes of each rank
+    peak_bytes    each rank's peak bytes
     check         refuses a plan that would compute something wrong or hang
     check_memory  refuses a plan that does not fit
 
@@ -52,8 +52,8 @@ class Done:
 
 
 def walk(plan: PipelinePlan) -> Iterator[tuple[int, Action]]:
-    """Yield every (rank, action), each after what it waits for; ranks go on side by side, one
-    action at a time. Raises ValueError naming the actions at which ranks are stuck."""
+    """Yield every (rank, action), each after its inputs; ranks advance side by side, one action
+    at a time. Raises ValueError naming the actions at which ranks are stuck."""
     queues: Queues = {}
     for stage in range(plan.stages):
         queues["F", stage] = deque()
@@ -136,7 +136,7 @@ def makespan_ns(plan: PipelinePlan, cost: PipelineCost) -> int:
 
 
 def peak_bytes(plan: PipelinePlan, cost: PipelineCost) -> tuple[int, ...]:
-    """Return the most bytes that each rank holds of what is in flight."""
+    """Return each rank's peak bytes of chunks in flight."""
     peaks = [0] * plan.ranks
     for done in timed(plan, cost):
         peaks[done.rank] = max(peaks[done.rank], done.held)

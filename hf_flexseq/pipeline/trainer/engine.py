@@ -1,6 +1,6 @@
 """The engine of a rank that has one stage of the model.
 
-It differs from that of a whole model in three things: the model is cut, and sharded, when the
+It differs from a whole model's engine in three things: the model is cut, and sharded, when the
 engine is made, so that the optimizer sees the parameters of the stage alone; a step's plan has
 chunks and actions instead of micro-batches; and gradients are summed here, over replicas and over
 the two copies of a tied tensor, where otherwise accelerate does it.
@@ -10,7 +10,7 @@ the two copies of a tied tensor, where otherwise accelerate does it.
                   stage 0   stage 1   stage 2
 
 `degree` neighbours of a stage share the chunks of one replica by Ulysses; without, every pipeline
-is a replica of its own.
+is a separate replica.
 """
 
 import logging
@@ -288,11 +288,11 @@ class PipelineEngine(FlexSeqEngine):
 
     def run(self, step: RankChunks, model: nn.Module, *, is_last: bool) -> None:
         """Run the actions of a training step: neither a micro-batch nor a wrapped model is run.
-        Afterwards gradients are those of the whole step. Collective over the world.
+        Afterwards gradients cover the whole step. Collective over the world.
 
         The loss of the step is multiplied by the number of ranks on the last stage, and 0 on the
-        others: the mean over ranks, which is what the Trainer logs, is the mean over the step's
-        target tokens.
+        others: the mean over ranks, which the Trainer logs, is the mean over the step's target
+        tokens.
 
         model: as accelerate has wrapped it. is_last: True for the last step.
         """
@@ -305,7 +305,7 @@ class PipelineEngine(FlexSeqEngine):
         self._end(step, model, is_last=is_last)
 
     def evaluate(self, step: RankChunks) -> None:
-        """Run the forward actions of a step; its loss is that of `run`. Collective over the
+        """Run the forward actions of a step; its loss is scaled as in `run`. Collective over the
         world."""
         with self.sharded.whole() if self.sharded is not None else nullcontext():
             self._add_loss(step, self._attached_pipeline.evaluate)
@@ -352,8 +352,8 @@ def _sharing(communicator: Communicator, degree: int) -> Sharing | None:
 
 
 def _ranks_per_stage(stages: int, degree: int, world_size: int) -> int:
-    """Return how many ranks have the same stage. Raises ValueError where stages do not divide the
-    ranks, or `degree` ranks that share chunks do not divide those of a stage."""
+    """Return how many ranks have the same stage. Raises ValueError where the number of stages does
+    not divide the world size, or `degree` does not divide the ranks per stage."""
     check_divides(stages, world_size)
     ranks_per_stage = world_size // stages
     if ranks_per_stage % degree:

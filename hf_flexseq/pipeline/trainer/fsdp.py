@@ -3,11 +3,10 @@
 
 accelerate shards one model over all ranks. A stage is on some of them, so its engine shards it,
 and here accelerate is made to forget its own FSDP. On CPU it does so anyway: there its FSDP
-silently is DDP, and what the training arguments ask for is read from them.
+silently is DDP, so FSDP's settings are read from the training arguments.
 
-Of FSDP's mixed precision only the dtype of the gathered parameters is the stages' own, that of
-accelerate's mixed precision; gradients are summed in the dtype of the optimizer's parameters,
-whatever the policy that accelerate makes up says.
+Stages take only the dtype of the gathered parameters from accelerate's mixed precision; gradients
+are summed in the dtype of the optimizer's parameters, whatever FSDP policy accelerate derives.
 """
 
 from collections.abc import Mapping

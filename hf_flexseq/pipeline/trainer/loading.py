@@ -18,7 +18,7 @@ STAGE = "_flexseq_stage"  # where a model that was cut keeps its Stage
 def load_stage_of(
     name: str, index: int, count: int, *, virtual: int = 1, **options: Any
 ) -> PreTrainedModel:
-    """Load what rank `index` of `count` has of the causal language model `name`.
+    """Load the stages of rank `index` of `count` of the causal language model `name`.
 
     virtual: stages per rank.
     options: as for `from_pretrained`.
@@ -67,6 +67,6 @@ def _cutting(
 
 
 def _tied_names(kind: type[PreTrainedModel]) -> dict[str, str]:
-    """Return patterns that map the tied tensor's name in the checkpoint to that of the head."""
+    """Return patterns that map the tied tensor's name in the checkpoint to the head's name."""
     tied = kind._tied_weights_keys or {}
     return {f"^{source}$": head for head, source in tied.items()}

@@ -1,4 +1,4 @@
-"""The Trainer on a model in stages: what is other than in `FlexSeqMixin`.
+"""The Trainer on a model in stages: its differences from `FlexSeqMixin`.
 
 A rank has one stage, so whatever the Trainer does with "the model" is changed where it means all
 of it:
@@ -142,7 +142,8 @@ class PipelineMixin(FlexSeqMixin):
             self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the weights, and what the Trainer saves with them. Collective over the world."""
+        """Write the weights, the tokenizer and the training arguments, as the Trainer does.
+        Collective over the world."""
         folder = self.args.output_dir if output_dir is None else output_dir
         save_stage(self.flexseq.member, folder)
         if not self.args.should_save:

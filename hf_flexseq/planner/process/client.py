@@ -39,7 +39,8 @@ class Planner(Protocol):
     """Plans optimizer steps, perhaps in another process."""
 
     def use(self, job: Job) -> None:
-        """Plan by another job what is submitted from now on, of the same kind as the first."""
+        """Plan steps that are submitted from now on by another job, of the same kind as the
+        first."""
 
     def submit(self, step: int, lengths: list[int], facts: StepFacts = NO_FACTS) -> None:
         """Ask for the plan of `step`, a number of its own. Returns at once."""
@@ -51,7 +52,7 @@ class Planner(Protocol):
         """
 
     def result(self, step: int) -> Any:
-        """Return the plan of a submitted step, once; raise what planning raised."""
+        """Return the plan of a submitted step, once; raise the error that planning raised."""
 
     def close(self) -> None:
         """End the planner. Plans not fetched are lost."""
@@ -82,7 +83,7 @@ class InlinePlanner:
         return job.plan(lengths, facts)
 
     def close(self) -> None:
-        """Forget what was submitted."""
+        """Forget all submitted steps."""
         self._submitted.clear()
 
 
@@ -156,7 +157,7 @@ class PlannerWorker:
         """Return the plan of a submitted step, once. Waits as long as the process takes; `wait`
         sets a limit. The first step of a quick job is planned here.
 
-        Raises what planning raised, or RuntimeError when the process died.
+        Raises the error that planning raised, or RuntimeError when the process died.
         """
         if step not in self._submitted:
             raise ValueError(f"step {step} was not submitted, or its result was fetched before")

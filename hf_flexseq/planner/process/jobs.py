@@ -1,8 +1,8 @@
 """A planner's job: everything that it needs before its first plan.
 
-A `GroupsJob` asks for plans of groups and micro-batches (`make_plan`), for a whole model. What
-asks for plans of chunks through the stages of a pipeline is named in the registry
-(`base/registry.py`).
+A `GroupsJob` asks for plans of groups and micro-batches (`make_plan`), for a whole model. The
+registry (`base/registry.py`) names the job that asks for plans of chunks through the stages of a
+pipeline.
 
 A job goes to the planning process as the first line of its input (`worker.py`), where `kind` tells
 the two apart. Code that carries a job needs only the interface `Job`.

@@ -1,4 +1,4 @@
-"""The default planner, `auto`: a search over groups, their degrees and what they hold.
+"""The default planner, `auto`: a search over groups, their degrees and their sequences.
 
 The search for one optimizer step:
 

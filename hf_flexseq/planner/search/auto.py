@@ -22,8 +22,8 @@ the same ranks.
 
 Work is bounded by counts (`effort.py`), never by the clock.
 
-A worked example stands in `search/__init__.py`. The slow twins are tests/planner/exact.py, with
-which tests/planner/test_exact.py compares the plans, and tests/planner/brute.py for the stages.
+`search/__init__.py` has a worked example. The slow twins are tests/planner/exact.py, with which
+tests/planner/test_exact.py compares the plans, and tests/planner/brute.py for the stages.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Complete a candidate: its short sequences go to one rank each, on top of what the long ones
-take.
+"""Complete a candidate: its short sequences go to one rank each, on top of the long ones.
 
 The long sequences have left some time below the targets and some memory on every rank. Short
 sequences are like water: there are many of them, each is small, so the best way to hold them is to
@@ -14,7 +13,7 @@ fill all ranks to one level.
 Rejected: several ranks for a sequence that no single rank has memory for, so that memory can be
 filled up. On 220 steps, half of them with 94 % of memory full, that gained 0.03 %.
 
-The slow twins are in tests/planner/brute.py: `counted` for what each rank has,
+The slow twins are in tests/planner/brute.py: `counted` for each rank's load and tokens,
 `poured_one_by_one` and `least_rise_by_search` for the heap and the bisection.
 """
 

@@ -15,8 +15,9 @@ Wasted are device-nanoseconds above those at the sequence's cheapest degree. Of 
 target the emptiest is best (worst fit). All terms are nanoseconds of the objective, so they add.
 3. Put the sequence on the block with the least score, among those whose ranks have memory left.
 4. Count its time and tokens on that block and on all blocks that share ranks with it. A block's
-   load is that of its fullest rank.
-5. Raise the micro-batch's target to what the block has reached: all ranks wait for it anyway.
+   load is its fullest rank's.
+5. Raise the micro-batch's target to the load that the block has reached: all ranks wait for it
+   anyway.
 
 The slow twin is `placed_one_by_one` in tests/planner/brute.py: one candidate, one rank at a time;
 tests/planner/test_parts.py compares the two.
@@ -57,7 +58,7 @@ class Placement:
     """The long sequences of all candidates on their blocks."""
 
     targets: Int64Array
-    """[candidates, micro_batches] nanoseconds, raised to what the long sequences take."""
+    """[candidates, micro_batches] nanoseconds, raised where the long sequences take more."""
     load: Int64Array
     """[candidates, micro_batches, ranks] nanoseconds."""
     tokens: Int64Array
@@ -129,7 +130,7 @@ def place_long(problem: Problem, candidates: Candidates) -> Placement:
 
 
 def _tables(problem: Problem, rows: int) -> Int64Array:
-    """Return what each of the first `rows` rows takes on each block, [rows, 3, blocks]:
+    """Return the costs of each of the first `rows` rows on each block, [rows, 3, blocks]:
     nanoseconds, nanoseconds wasted for each rank of the world, and tokens."""
     degrees = np.array([degree for degree, _ in problem.blocks.shapes])  # [shapes]
     possible = problem.needs[:rows] < NEVER  # [rows, shapes]

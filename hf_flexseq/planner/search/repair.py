@@ -9,11 +9,11 @@ best is made. Round by round, until nothing helps:
 1. Between ranks. A row on the fullest rank alone goes to another rank, or is swapped with a row
    that is on another rank alone. The change is worth
 
-       value = min(what the fullest rank loses, slack that is left where it goes)
+       value = min(time that the fullest rank loses, slack that is left where it goes)
 
 2. Between blocks. Where that does not help, and the ranks of the micro-batch idle for more than a
    fraction of it, any row with a part on the fullest rank goes to any block, or is swapped with
-   any row. That is what counts where memory is tight. Here a change may also lengthen another
+   any row. Such changes matter where memory is tight. Here a change may also lengthen another
    micro-batch by less than it shortens this one. A gain of the step counts `PERMILLE` times.
 
 The slow twin is a fresh count of the repaired plan, in tests/planner/test_parts.py: the tests
@@ -212,7 +212,7 @@ def _between_blocks(problem: Problem, state: Filled, batch: int) -> _Change | No
 
 
 def _fullest(problem: Problem, ranks: Int64Array) -> Int64Array:
-    """Return [..., blocks] what the fullest rank of each block has, of [..., ranks]."""
+    """Return the value of each block's fullest rank: [..., ranks] -> [..., blocks]."""
     blocks = problem.blocks
     fullest: Int64Array = np.maximum.reduceat(ranks[..., blocks.ranks], blocks.first, axis=-1)
     return fullest

@@ -2,7 +2,8 @@
 sequences are long.
 
 A good plan is easy to complete once it is known how long each micro-batch should take. So the
-search guesses these seconds, many ways at once, and lets the later stages find out what fits.
+search guesses these seconds, many ways at once, and lets the later stages find out which guesses
+fit.
 
 1. Cut the sequences, longest first, into as many chunks as there are micro-batches: chunks of
    equal tokens, or chunks as full as memory allows from the first on.
@@ -16,7 +17,7 @@ search guesses these seconds, many ways at once, and lets the later stages find 
 Rejected: targets that are the time of one of the longest sequences. On ten sets of batches plans
 without them were as fast.
 
-The numbers are those of `effort.py`. A wrong guess costs time of the step but never legality:
+`effort.py` has the numbers. A wrong guess costs time of the step but never legality:
 tests/planner/test_exact.py compares the finished plans with tests/planner/exact.py.
 """
 

@@ -3,7 +3,7 @@
 FlexSP's second baseline, FlexSP-BatchAda (arXiv 2412.01523, section 6.1):
 
 1. For every degree that covers the ranks and has memory for the longest sequence, make the plan
-   with that degree for everything: groups, packing and sorting are those of `static.py`.
+   with that degree for everything: groups, packing and sorting come from `static.py`.
 2. Take the plan of least seconds.
 
 The published one tries powers of two; this one tries every degree that covers the ranks.

@@ -16,7 +16,7 @@ Left out: padding in memory, which our execution does not need. Added: the sampl
 number of micro-batches and memory to the user; here they are as few as memory allows. With fewer
 sequences than pairs, ranks stay idle.
 
-tests/published/test_baselines.py compares the counts with those of transformers' own class.
+tests/published/test_baselines.py compares the counts with transformers' own class.
 """
 
 from itertools import accumulate

@@ -8,7 +8,7 @@ micro-batch, with the method that does each step:
    is limited to that sequence's length times the tokens a rank holds, plus 5 %.
 2. `_best`: every other sequence, longest first, goes where the busiest rank ends up with the least
    work: to a group with memory left, or to a new group on free ranks, at any degree that memory
-   allows. What fits nowhere is left for the next micro-batch.
+   allows. Sequences that fit nowhere are left for the next micro-batch.
 3. `_grow`: while ranks are idle the first group of the smallest degree takes the next degree.
 4. `_together`: if no group can grow, one group of all ranks takes as many sequences as fit.
 
@@ -140,7 +140,8 @@ class _Scheduler:
         return False
 
     def _together(self, ids: list[int]) -> tuple[list[_Pack], list[int]]:
-        """Return one group of the widest degree, and what does not fit. ids: by falling length."""
+        """Return one group of the widest degree, and the sequences that do not fit. ids: by
+        falling length."""
         whole = _Pack(degree=self.degrees[-1])
         later = []
         for i in ids:

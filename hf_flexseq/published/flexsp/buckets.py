@@ -12,8 +12,8 @@ are the tokens added to the k shortest in q buckets, the last of them from j + 1
    released solver.
 
 The paper's program runs over all sequences; equal lengths share a bucket, so this one runs over
-the distinct ones. tests/published/test_flexsp.py compares the tokens added with those of every
-possible cut.
+the distinct ones. tests/published/test_flexsp.py compares the tokens added with every possible
+cut's.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def bucketed(
 ) -> Buckets:
     """Return at least `count` buckets of the sequences `ids`, fewer if there are fewer lengths.
 
-    room: tokens that all ranks hold; the tokens added take at most half of what is spare there.
+    room: tokens that all ranks hold; the tokens added take at most half of the spare room.
     """
     values, repeats = np.unique([lengths[i] for i in ids], return_counts=True)
     distinct = values.astype(np.int64)

@@ -173,7 +173,7 @@ class _Model:
         return self.program.add_variable(f"A{q}_{p}", 0, most, pulp.LpInteger)
 
     def _constraints_of_groups(self) -> Iterator[Any]:
-        """Yield what holds for every virtual group."""
+        """Yield the constraints of every virtual group."""
         task = self.task
         for p, column in enumerate(self.group2column):
             # (6) time
@@ -188,7 +188,7 @@ class _Model:
                 yield self.used[p - 1] >= self.used[p]
 
     def _constraints_of_all(self) -> Iterator[Any]:
-        """Yield what holds for all groups together."""
+        """Yield the constraints of all groups together."""
         task = self.task
         groups = list(enumerate(self.group2column))
         # (8) ranks

@@ -7,11 +7,11 @@ text.
 3. Buckets begin as tails, kept in order of time per token.
 4. Short sequences, longest first, go into the first bucket that keeps both limits. If even the
    emptiest bucket would have too many tokens they open a new one; if only time forbids it
-   everywhere, the limit rises to what the least loaded bucket would then take.
+   everywhere, the limit rises to the least loaded bucket's time with the sequence.
 5. A bucket with a tail is a hybrid chunk, the last of its sequence; one without is a batched
    chunk, its own unit.
 
-Rejected: packing tails together, since two long sequences would have to be in flight at once.
+Rejected: packing tails together. Two long sequences would have to be in flight at once.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class _Bucket:
 def infinipipe_units(
     lengths: Sequence[int], k: int, work: CutWork, most_tokens: int | None = None
 ) -> list[Unit]:
-    """Return units, the longest sequence in `k` chunks or more; those of most chunks first."""
+    """Return units, the longest sequence in `k` chunks or more; units of most chunks first."""
     # 1. the mesh
     order = longest_first(lengths)
     cuts = cut(lengths[order[0]], k, work, most_tokens)

@@ -11,8 +11,8 @@ For every number K of slices of the longest sequence
    every diagonal of the pipeline (`checkpointing.py`).
 
 The best K is the one whose step is shortest when simulated; the paper optimises it "in the solving
-process". The window of a group is P - p + the chunks of its longest sequence (equation 7), which
-is what 1F1B's order gives.
+process". The window of a group is P - p + the chunks of its longest sequence (equation 7), as in
+1F1B's order.
 """
 
 import math

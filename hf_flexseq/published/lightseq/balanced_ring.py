@@ -8,7 +8,7 @@ published with it, no rank helps at the last time, which loses (d - 1) / 2 block
 d. With these blocks an odd degree has no idle rank at any time. An even degree idles for half a
 block's time per rank and takes (d + 1) / d of the ideal time.
 
-The core executes these rounds as those of any ring, and prices them by `COSTS`.
+The core executes these rounds like any other ring's, and prices them by `COSTS`.
 """
 
 from hf_flexseq.cost.rings import RingCosts

@@ -30,7 +30,7 @@ class ZeppelinPasses:
         self._links: NicFigures | None = links_of(cost, topology)
 
     def shards(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> list[Shard] | None:
-        """Return what every rank holds of a remapped micro-batch; None for any other."""
+        """Return every rank's shard of a remapped micro-batch; None for any other."""
         if not self._remaps or not is_worth_it(self._cost, micro_batch, lengths, self._topology):
             return None
         return remapped_shards(micro_batch, lengths, self._topology)

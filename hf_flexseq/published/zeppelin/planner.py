@@ -128,7 +128,8 @@ class _Partition:
     # ---- step 1
 
     def _over_nodes(self, ids: list[int], extra: int) -> list[list[int]] | None:
-        """Split what no node holds; return the other ids of each node, None without room."""
+        """Split sequences that no node holds; return the other ids of each node, None without
+        room."""
         node = self.topology.ranks_per_node
         ids_of_nodes: list[list[int]] = [[] for _ in range(self.topology.nodes)]
         tokens_of_nodes = [0] * self.topology.nodes  # without those of split sequences

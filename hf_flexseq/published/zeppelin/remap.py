@@ -1,4 +1,4 @@
-"""Remapping: tokens stand evenly on all ranks outside of attention (arXiv 2509.21841, the
+"""Remapping: tokens are spread evenly over all ranks outside of attention (arXiv 2509.21841, the
 remapping layer).
 
 Norms, MLPs and the head take as long as a rank has tokens, attention as long as it has work. A
@@ -8,10 +8,10 @@ else, if the cost model says that this is faster than moving them twice a layer 
 away outside of it; one with a deficit has the rows that it is given after its own.
 
 `RemapPass` wraps a finished program: before it queries, keys and values come from the even layout
-to that of attention, after it the output goes back. All tensors of one trip travel in one message
-per pair of ranks.
+to the layout of attention, after it the output goes back. All tensors of one trip travel in one
+message per pair of ranks.
 
-Not available for recurrent layers, whose rows have to stand as those of attention do.
+Not available for recurrent layers, whose rows must keep the layout of attention.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class RemappedShard(Shard):
     held: tuple[Slice, ...]
     """Slices outside of attention, in the order of the row."""
     given: PeerRows
-    """(peer, tokens) of the last rows of the zones, in order, which stand on peers."""
+    """(peer, tokens) of the last rows of the zones, in order, which peers hold."""
     got: PeerRows
     """(peer, tokens) of rows of peers, in order, which follow the zones' own rows."""
 
@@ -61,7 +61,7 @@ class RemappedShard(Shard):
 def remapped_shards(
     micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> list[Shard]:
-    """Return what each rank holds of a remapped micro-batch, [world_size]."""
+    """Return each rank's shard of a remapped micro-batch, [world_size]."""
     shards = [make_shard(micro_batch, lengths, rank) for rank in range(topology.world_size)]
     moves = transport([shard.tokens for shard in shards], topology)
     rows = [list(shard.slices) for shard in shards]  # of each rank, what it keeps in the end

@@ -148,7 +148,7 @@ def _routed_post(
 ) -> RoutedPost | None:
     """Return how a post is routed; None if all of it goes straight.
 
-    values: by (source, target), what is sent. ranks: those that take part.
+    values: by (source, target), the values that are sent. ranks: those that take part.
     """
     transfers = []
     for (source, target), of_pair in sorted(values.items()):

@@ -6,14 +6,14 @@ cut into the parts of its paths, every part into packets, and each packet travel
 
     source --scatter--> exit rank --cross--> entry rank --gather--> target
 
-    post    1. post what goes straight
+    post    1. post the transfers that go straight
             2. scatter all packets
             3. when a packet has come to its exit rank: send it across
     wait    4. when a packet has come to its entry rank: gather it
-            5. wait for all packets at the target, and for what went straight
+            5. wait for all packets at the target, and for the straight transfers
 
-What is slow, the way between nodes, is under way from the post to its wait, beside whatever is
-computed meanwhile. Ranks that only pass packets on take part at the same two points.
+The slow part, the way between nodes, lasts from the post to its wait, beside all computation in
+between. Ranks that only pass packets on take part at the same two points.
 
 All ranks must decide alike, so each of them compiles the programs of all ranks of a group that
 spans nodes: their messages say who sends how much to whom. A post is routed only if all ranks that
@@ -27,7 +27,7 @@ are posted already, or will be without waiting for a later one.
 Compiling for all ranks takes time that grows with the square of their number. A micro-batch with a
 ring over 16 ranks takes 0.1 s of a processor, and one over 64 ranks 1.8 s.
 
-Rejected: a thread that passes packets on, which would post in an order of its own. Rejected: the
+Rejected: a thread that passes packets on, which would post in its own order. Rejected: the
 transfers of a ring by formulas, which finds them faster on hundreds of ranks and has to know the
 ring.
 """
@@ -228,7 +228,7 @@ class _Rewriting:
         return self._builder.program(self._program.outputs, self._program.saved)
 
     def _begin(self, one: Instruction) -> None:
-        """Post what goes straight, and begin the legs of the rest."""
+        """Post the transfers that go straight, and begin the legs of the rest."""
         b = self._builder
         number, spec, _ = one.constants
         channel, exchanges, post = self._routed[number]

@@ -12,7 +12,7 @@ of a ring across nodes is such a case: nearly all of its ranks read from a neigh
 
 1. Compute the *level*, the least that the busiest NIC can carry: the bytes that leave or enter a
    node, divided by its NICs.
-2. Send straight from source to target what fits under the level.
+2. Send straight from source to target all bytes that fit under the level.
 3. Send the rest over the NICs that have the most room left under the level. It leaves (enters) by
    the source's (target's) own NIC as long as that has any room.
 4. Cut the paths into *packets* that follow each other through the legs, and route only if the legs
@@ -87,11 +87,11 @@ class NicFigures:
 
 
 def links_of(cost: CostModel, topology: Topology) -> NicFigures | None:
-    """Return the links between and inside the nodes of `topology`; None when there is one node.
+    """Return the links between and inside the nodes of `topology`; None for a single node.
 
-    The bandwidth of `cost` between nodes is that of a rank which sends to all ranks alike, so that
-    of n nodes 1 / n of its bytes stay inside its own. Each rank of a device has a NIC of its own;
-    ranks on processors share one, which has a multiple of their bandwidth.
+    `cost` has the bandwidth between nodes of a rank which sends to all ranks alike: with n nodes,
+    1 / n of its bytes stay inside its own node. Each rank of a device has its own NIC; ranks on
+    processors share one, which has a multiple of their bandwidth.
     """
     if topology.nodes == 1:
         return None
@@ -161,7 +161,7 @@ def make_routing(
 ) -> Routing:
     """Return how `transfers`, which run at the same time, travel over `links`.
 
-    relays: the ranks that may pass on what others send; None for all.
+    relays: the ranks that may pass on the bytes of others; None for all.
     """
     # 1. what crosses nodes, and how long that takes straight
     crossing = []
@@ -217,7 +217,8 @@ class Router:
             self.paths.append((t, self._all_paths(t, straight_bytes)))
 
     def _take_straight(self, t: Transfer) -> int:
-        """Take the room of what fits of `t` under the level of both its own NICs; its bytes."""
+        """Take the room of the bytes of `t` that fit under the level of both its own NICs; return
+        their number."""
         out_node, out_nic = self._links.nic(t.source)
         in_node, in_nic = self._links.nic(t.target)
         room_out = self._room[True, out_node]
