@@ -14,12 +14,13 @@ from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.steps.collator import OTHER_ROWS
 from hf_flexseq.steps.users_code import is_known, users_forward_hooks, users_modules
-from tests.differential.case import sft_trainer
+from tests.differential.case import Case, sft_trainer
+from tests.differential.runs import here
 from tests.hf.test_overrides import make
 from tests.hf.test_own_losses import Focal, figures_of
 from tests.hf.test_trainer import dataset, float64_loss, logged, padded
 from tests.hf.tiny import VOCAB, refused, tiny_llama
-from tests.hf.trainers import assert_logged_alike, trained, weights_apart
+from tests.hf.trainers import assert_logged_alike, weights_apart
 from tests.ranks import run_cases
 
 
@@ -182,13 +183,17 @@ def hooked_with_own_loss():
     ],
 )
 def test_users_code_trains_as_under_the_plain_trainer(tmp_path, base, model, rel):
-    runs = []
-    for how in ("stock", "mixin"):
-        own = model()
-        if how == "stock" and not issubclass(base, Focal):
-            own.loss_function = float64_loss
-        trainer = make(base, tmp_path, how=how, model=own, eval_strategy="no")
-        runs.append(trained(trainer))
+    case = Case(
+        base=base,
+        model=model,
+        batch=8,
+        accumulation=2,
+        stock_loss=None if issubclass(base, Focal) else float64_loss,
+        stock_settings={"batch": 4, "accumulation": 2},
+        settings={"max_steps": 2},
+        flexseq={"max_tokens_per_rank": 61},
+    )
+    runs = here(case, tmp_path)
     assert weights_apart(*runs) < 1e-8
     assert_logged_alike(*runs, ["loss"], rel=rel)
 
@@ -289,13 +294,9 @@ def mean_of_log_probs(outputs, labels, num_items_in_batch=None):
     ],
 )
 def test_losses_of_the_users_on_the_sft_trainer(tmp_path, base, settings):
-    runs = []
-    for flexseq in (None, {"max_tokens_per_rank": 64}):
-        model = tiny_llama()
-        if flexseq is None:
-            model.loss_function = float64_loss
-        trainer = sft_trainer(base, tmp_path, 4, flexseq=flexseq, model=model, **settings)
-        runs.append(trained(trainer))
+    options = {"max_tokens_per_rank": 64}
+    case = Case(base=base, settings=settings, stock_loss=float64_loss, flexseq=options)
+    runs = here(case, tmp_path)
     assert weights_apart(*runs) < 2e-6
     figures = ["loss", "grad_norm"]
     if base is ScalesSft or "compute_loss_func" in settings:
