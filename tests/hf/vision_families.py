@@ -37,28 +37,39 @@ _POOLING |= {"pooling_kernel_size": 2, "position_embedding_size": 16}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SLICES = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
 
+
+def _alike(*kinds: str, names: str) -> dict[str, Family]:
+    """Families whose images look alike, and that need no options."""
+    return dict.fromkeys(names.split(), Family(*kinds))
+
+
 FAMILIES = {
-    "qwen2_vl": Family("grid", "grid_video"),
-    "qwen2_5_vl": Family("grid", "grid_video"),
-    "qwen3_vl": Family("grid", "frames"),
-    "qwen3_5": Family("grid", "frames"),
-    "glm4v": Family("grid"),
-    "llava": Family("square"),
-    "mistral3": Family("sizes"),
-    "internvl": Family("tiles"),
+    **_alike("grid", names="glm4v qwen2_5_omni_thinker glm46v glm4v_moe glm_ocr"),
+    **_alike(
+        "grid",
+        "grid_video",
+        names="qwen2_vl qwen2_5_vl exaone4_5 hyperclovax_vision_v2 lfm3_vl minimax_m3_vl",
+    ),
+    **_alike(
+        "grid",
+        "frames",
+        names="qwen3_vl qwen3_5 cosmos3_omni qwen3_5_moe qwen3_vl_moe cohere_compass",
+    ),
+    **_alike("square", names="llava deepseek_vl vipllava"),
+    **_alike("sizes", names="mistral3 lighton_ocr"),
+    **_alike("tiles", names="internvl aya_vision"),
+    **_alike("nested", names="idefics2 idefics3 smolvlm"),
+    **_alike("any_size", "clip", names="llava_next_video llava_onevision"),
+    **_alike("packed", names="minicpm_ocr minicpmv4_6"),
     "aria": Family("masked"),
-    "aya_vision": Family("tiles"),
     "cohere2_vision": Family("tiles", options={"alignment_intermediate_size": 32}),
     "cosmos3_edge": Family("flat_grid", "flat_frames"),
-    "cosmos3_omni": Family("grid", "frames"),
-    "deepseek_vl": Family("square"),
     "ernie4_5_vl_moe": Family(
         "flat_grid",
         "flat_video",
         types="moe_mm_token_type_ids",
         options={"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     ),
-    "exaone4_5": Family("grid", "grid_video"),
     "fuyu": Family("patches"),
     "gemma4": Family(
         "positioned",
@@ -72,22 +83,13 @@ FAMILIES = {
         },
     ),
     "got_ocr2": Family("wide", options={"vision_config": {**_SAM, "image_size": 32}}),
-    "hyperclovax_vision_v2": Family("grid", "grid_video"),
-    "idefics2": Family("nested"),
-    "idefics3": Family("nested"),
-    "smolvlm": Family("nested"),
     "janus": Family(
         "square", options={"vq_config": {**_QUANTIZER, "num_patches": 4, "projection_dim": 32}}
     ),
     "kimi_k25": Family("pixel_grid", "pixel_still", options={"projection_hidden_size": 32}),
     "lfm2_vl": Family("shaped"),
-    "lfm3_vl": Family("grid", "grid_video"),
-    "lighton_ocr": Family("sizes"),
     "llama4": Family("tiles", options={"text_config": {"intermediate_size_mlp": 48}}),
     "llava_next": Family("any_size"),
-    "llava_next_video": Family("any_size", "clip"),
-    "llava_onevision": Family("any_size", "clip"),
-    "minimax_m3_vl": Family("grid", "grid_video"),
     "muse_glimmer": Family("grid", "grid_video", options={"out_hidden_size": 128}),
     "muse_spark": Family(
         "grid",
@@ -106,18 +108,11 @@ FAMILIES = {
         options={"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}},
     ),
     "qianfan_ocr": Family("tiles", options={"vision_config": {"drop_path_rate": 0.0}}),
-    "qwen2_5_omni_thinker": Family("grid"),
     "qwen3_omni_moe_thinker": Family(
         "grid", options={"audio_config": {"downsample_hidden_size": 8}}
     ),
-    "qwen3_5_moe": Family("grid", "frames"),
-    "qwen3_vl_moe": Family("grid", "frames"),
     "video_llama_3": Family("merged", "merged_video"),
     "video_llava": Family("square", "clip"),
-    "vipllava": Family("square"),
-    "glm46v": Family("grid"),
-    "glm4v_moe": Family("grid"),
-    "glm_ocr": Family("grid"),
     "chameleon": Family(
         "square",
         options={
@@ -128,10 +123,7 @@ FAMILIES = {
             },
         },
     ),
-    "cohere_compass": Family("grid", "frames"),
     "hunyuan_vl": Family("flat_grid"),
-    "minicpm_ocr": Family("packed"),
-    "minicpmv4_6": Family("packed"),
     "minicpmv4_7": Family(
         "packed", options={name: index for index, name in enumerate(_SLICES, start=1)}
     ),
