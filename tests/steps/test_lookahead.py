@@ -291,10 +291,10 @@ def test_a_planner_that_never_answers_fails_on_all_ranks_after_the_timeout():
 
 def test_a_planner_that_is_merely_slow_is_waited_for():
     def draw(rank, world_size):
-        steps = steps_of(rank, planner=Echo(waits=3), timeout_s=0.4)
+        steps = steps_of(rank, planner=Echo(waits=2), timeout_s=1.0)
         step = steps.next(iter([batch_of(3)]), 1)
         return step.number, step.planned.plan, step.planned.waited_s
 
     found = run_threads(draw, 2)
     assert [(number, plan) for number, plan, _ in found] == [(0, [3, 3])] * 2
-    assert found[0][2] >= 0.28  # seconds of rank 0; another rank may begin to wait later
+    assert found[0][2] >= 0.48  # seconds of rank 0; another rank may begin to wait later
