@@ -62,6 +62,11 @@ def _key(value: Any) -> Any:
     return "id", id(value)
 
 
+def here(case: Case, folder: Path) -> tuple[Run, Run]:
+    """Return the runs of stock and ours of a case, both in this process."""
+    return stock_run(case, folder), run(0, 1, case, folder)
+
+
 def both(
     cases: Mapping[Any, Case], folder: Path, *, ranks: int = 2, **options: Any
 ) -> Iterator[tuple[Any, Run, list[Run]]]:

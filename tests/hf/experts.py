@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -30,13 +28,13 @@ from hf_flexseq.plan import Plan
 from tests.differential.case import sft_trainer
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import HEADS, Case, make_trainer
-from tests.hf.test_exactness import LENGTHS, own_batches, whole
+from tests.hf.random_steps import attached, errors, own_batches, random_steps, worst_of
+from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_fsdp_policies import figures_for
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_router import COEFFICIENT, router_loss_of
 from tests.hf.test_trainer import dataset
 from tests.hf.tiny import (
-    RandomPlanEngine,
     any_choice,
     documents,
     reference_gradients,
@@ -142,11 +140,7 @@ class OneProcess:
 
 
 def one_process(
-    model: Any,
-    path: Path,
-    *,
-    router_loss: bool = False,
-    adapted: Sequence[str] | None = None,
+    model: Any, path: Path, *, router_loss: bool = False, adapted: Sequence[str] | None = None
 ) -> OneProcess:
     """Save `model`, a copy of which can be spread over ranks; return loss and gradients. Call it
     inside `in_float64`. adapted: modules to put an adapter on, beside all experts."""
@@ -173,11 +167,7 @@ def one_process(
 
 
 def one_process_of(
-    family: str,
-    folder: Path,
-    *,
-    router_loss: bool = False,
-    adapted: Sequence[str] | None = None,
+    family: str, folder: Path, *, router_loss: bool = False, adapted: Sequence[str] | None = None
 ) -> OneProcess:
     """Return `one_process` of the model of a family."""
     path = folder / f"{family}, router loss: {router_loss}"
@@ -240,29 +230,25 @@ def errors_of_steps(
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         layers = model.config.get_text_config().num_hidden_layers
-        engine = RandomPlanEngine(
-            Accelerator(cpu=True),
-            seed=world_size,
+        engine = attached(
+            model,
+            world_size,
             accepts=partial(has_all_degrees, world_size),
             choose=partial(any_choice, layers) if choices else lambda rng: None,
             # An estimate knows activations, which takes some seconds.
             **({"cost_model": "estimate"} if choices else {}),
         )
-        engine.attach(model)
-        worst = {"loss": 0.0, "experts": 0.0, "others": 0.0}
-        for number in range(steps):
-            engine.planning.fsdp.figures = figures_for(POLICIES[number % len(POLICIES)])
-            own = own_batches(documents(LENGTHS), rank, world_size)
-            for step in engine.steps(own, 2):
-                loss = step.backward(model)
-            torch.distributed.all_reduce(loss)
-            errors = relative_errors(whole_gradients(model), wanted.gradients)
-            for name, error in errors.items():
+        own = own_batches(documents(LENGTHS), rank, world_size)
+        found = []
+        engine.planning.fsdp.figures = figures_for(POLICIES[0])
+        for _, loss, gradients in random_steps(engine, model, own, plans=steps):
+            apart: dict[str, float] = {"loss": abs(loss / wanted.loss - 1), "experts": 0.0}
+            for name, error in relative_errors(gradients, wanted.gradients).items():
                 part = "experts" if ".experts." in name else "others"
-                worst[part] = max(worst[part], error)
-            worst["loss"] = max(worst["loss"], abs(float(loss) / world_size / wanted.loss - 1))
-        engine.detach()
-        return worst
+                apart[part] = max(apart.get(part, 0.0), error)
+            found.append(apart)
+            engine.planning.fsdp.figures = figures_for(POLICIES[len(found) % len(POLICIES)])
+        return worst_of(found)
 
 
 def errors_of_kernel(
@@ -280,30 +266,13 @@ def errors_of_kernel(
     examples = documents(LENGTHS)
     alone = wanted.kind.from_pretrained(wanted.path, dtype=dtype, **options).train()
     loss, gradients = reference_gradients(alone, examples, "eager")
-    errors = relative_errors(gradients, wanted.gradients)
-    of_one = max(abs(loss / wanted.loss - 1), *errors.values())
+    of_one = max(errors(loss, gradients, (wanted.loss, wanted.gradients)).values())
 
     model = spread(wanted.path, wanted.kind, config, dtype, **options)
     accepts = partial(has_all_degrees, world_size)
-    engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size, accepts=accepts)
-    engine.attach(model)
-    for step in engine.steps(own_batches(examples, rank, world_size), 2):
-        total = step.backward(model)
-    torch.distributed.all_reduce(total)
-    engine.detach()
-    errors = relative_errors(whole_gradients(model), wanted.gradients)
-    return {
-        "one process": of_one,
-        "loss": abs(float(total) / world_size / wanted.loss - 1),
-        "gradients": max(errors.values()),
-    }
-
-
-def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All gradients, whole, by parameter name; the model has none afterwards. Collective over the
-    world."""
-    found = {name: whole(gradient) for name, gradient in taken_gradients(model).items()}
-    return {name: gradient.double() for name, gradient in found.items()}
+    engine = attached(model, world_size, accepts=accepts)
+    ((_, loss, gradients),) = random_steps(engine, model, own_batches(examples, rank, world_size))
+    return {"one process": of_one, **errors(loss, gradients, (wanted.loss, wanted.gradients))}
 
 
 # ---- trainers
@@ -366,11 +335,7 @@ class Training:
 
 
 def train(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    training: Training,
-    config: Mapping[str, int] | None,
+    rank: int, world_size: int, folder: Path, training: Training, config: Mapping[str, int] | None
 ) -> Run:
     """Train on this rank the model that `save` has saved. config: of `DistributedConfig`; None for
     the plain trainer, with a whole model. An adapter is all that is returned where one is trained.

@@ -17,12 +17,12 @@ from hf_flexseq.base.versions import untested
 from hf_flexseq.hf.model import adapters
 from hf_flexseq.hf.model.adapters import EXACT, REFUSED, term_of_step, unsuitable_adapter
 from tests.differential.case import Case
-from tests.differential.runs import both, run
+from tests.differential.runs import both, here, run
 from tests.hf.adapters import OPTIONS, VARIANTS, adapted, config_of, is_available
 from tests.hf.objectives import pairs
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import refused, tiny_llama
-from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
+from tests.hf.trainers import trainer_of, weights_apart, word_tokenizer
 
 PROMPTS = {"PROMPT_TUNING", "P_TUNING"}  # see test_prompts.py
 INEXACT = {  # by case: what the message says
@@ -146,14 +146,12 @@ def new_adapter(monkeypatch, *, mixes):
 def test_an_unknown_method_of_tokens_trains_exactly_and_one_of_rows_is_refused(
     monkeypatch, tmp_path
 ):
-    runs = []
-    for flexseq in (None, {"max_tokens_per_rank": 64}):
-        model = new_adapter(monkeypatch, mixes=False)
-        if flexseq is None:
-            model.get_base_model().loss_function = float64_loss
-        trainer = trainer_of(Trainer, tmp_path, model=model, flexseq=flexseq, batch=4)
-        runs.append(trained(trainer))
-    assert weights_apart(*runs) < 1e-10
+    case = Case(
+        model=partial(new_adapter, monkeypatch, mixes=False),
+        stock_loss=float64_loss,
+        flexseq={"max_tokens_per_rank": 64},
+    )
+    assert weights_apart(*here(case, tmp_path)) < 1e-10
     with refused("NEW of PEFT, which is in no table .*the first module whose output differs"):
         trainer_of(Trainer, tmp_path, model=new_adapter(monkeypatch, mixes=True), flexseq={})
 

@@ -1,17 +1,19 @@
 """Columns of examples that transformers, accelerate or TRL give a meaning to: each is honoured as
 by the stock trainer, refused by its name, or named in the log as one that nothing reads."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.tiny import VOCAB, tiny_llama
+from tests.hf.test_trainer import padded
+from tests.hf.tiny import VOCAB, tiny_gpt2, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
 from tests.ranks import run_cases
 
@@ -143,16 +145,10 @@ def test_columns_that_a_loss_of_the_users_may_read_are_not_named(tmp_path, caplo
 # ---- labels that are shifted already
 
 
-def gpt2():
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": VOCAB, "n_positions": 16}
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=1))
-
-
 @pytest.mark.slow
 def test_another_family_honours_targets_types_and_limits(tmp_path):
     """GPT-2 adds an embedding of each type, and one of each position."""
+    model = partial(tiny_gpt2, torch.float32)
     for given, for_stock in (
         ({"token_type_ids": OTHERS["token_type_ids"]}, None),
         HONOURED["shift_labels"],
@@ -160,9 +156,9 @@ def test_another_family_honours_targets_types_and_limits(tmp_path):
     ):
         row = PLAIN | given
         wanted = stock_loss(
-            Trainer, tmp_path, row if for_stock is None else PLAIN | for_stock, model=gpt2()
+            Trainer, tmp_path, row if for_stock is None else PLAIN | for_stock, model=model()
         )
-        assert our_loss(Trainer, tmp_path, row, model=gpt2()) == pytest.approx(wanted, abs=1e-5)
+        assert our_loss(Trainer, tmp_path, row, model=model()) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("base", [Trainer, SFTTrainer])
@@ -191,17 +187,6 @@ def shifted_rows():
     return rows
 
 
-def pad_all(examples):
-    batch = {}
-    for name in examples[0]:
-        values = [torch.tensor(example[name]) for example in examples]
-        filler = -100 if "labels" in name else 0
-        batch[name] = pad_sequence(values, batch_first=True, padding_value=filler)
-    lengths = torch.tensor([len(example["input_ids"]) for example in examples])
-    batch["attention_mask"] = (torch.arange(max(lengths)) < lengths[:, None]).long()
-    return batch
-
-
 WAYS = {
     "a list": {"train_dataset": shifted_rows()},
     "a stream": {"train_dataset": Stream()},
@@ -210,7 +195,7 @@ WAYS = {
 
 
 def with_targets(folder, batch, flexseq, name=None, base=Trainer, **settings):
-    given = {"data_collator": pad_all, "max_steps": 2, **WAYS.get(name, {}), **settings}
+    given = {"data_collator": padded, "max_steps": 2, **WAYS.get(name, {}), **settings}
     rows = given.pop("train_dataset", shifted_rows())
     return make_trainer(base, folder, flexseq, rows, batch=batch, **given)
 

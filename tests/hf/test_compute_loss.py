@@ -7,7 +7,7 @@ from transformers import Trainer
 
 from hf_flexseq.steps.figure_passes import FigurePasses
 from tests.hf.test_own_losses import figures_of
-from tests.hf.test_trainer import logged, mean_or_sum
+from tests.hf.test_trainer import float64_loss, logged
 from tests.hf.tiny import documents, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart
 from tests.ranks import run_cases
@@ -133,7 +133,7 @@ def counted_passes(monkeypatch):
 def train(rank, world_size, base, plan, folder):
     model = tiny_llama()
     if plan is None:
-        model.loss_function = mean_or_sum
+        model.loss_function = float64_loss
     data = {"train_dataset": documents(LENGTHS)}
     settings = {"learning_rate": 0.1, "accumulation": 2}
     trainer = trainer_of(base, folder, flexseq=plan, model=model, **data, **settings)

@@ -14,13 +14,7 @@ from hf_flexseq.steps import rank_step as steps
 from hf_flexseq.steps.stopwatch import Stopwatch
 from tests.hf.test_nonfinite import PARAMETER, STEPS, loop
 from tests.hf.test_trainer import dataset, flexseq_trainer
-from tests.hf.tiny import (
-    RandomPlanner,
-    batches,
-    taken_gradients,
-    tiny_arguments,
-    tiny_llama,
-)
+from tests.hf.tiny import RandomPlanner, batches, taken_gradients, tiny_arguments, tiny_llama
 from tests.matching import Launches
 from tests.ranks import join, run_threads
 

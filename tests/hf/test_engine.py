@@ -15,7 +15,7 @@ from hf_flexseq.hf.engine import engine_setup
 from hf_flexseq.hf.engine.engine_setup import EngineSetup
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
-from tests.hf.test_exactness import own_batches
+from tests.hf.random_steps import own_batches
 from tests.hf.tiny import (
     batches,
     documents,

@@ -71,26 +71,6 @@ def test_evaluation_loss_is_the_token_mean(tmp_path, world_size):
             assert after != pytest.approx(before, rel=1e-4)
 
 
-def evaluate_then_train(rank, world_size, folder, first, bf16):
-    model = tiny_llama(torch.float32 if bf16 else torch.float64)
-    trainer = evaluating_trainer(folder, 2, documents(LENGTHS), model, bf16=bf16)
-    if first:
-        trainer.evaluate()
-    trainer.train()
-    return weights(model)
-
-
-# In float64 an evaluation comes before the training in the test above, too.
-@pytest.mark.processes
-@pytest.mark.parametrize("bf16", others_nightly([False, True], tried=[True]))
-def test_evaluating_first_does_not_change_training(tmp_path, bf16):
-    cases = [(tmp_path, first, bf16) for first in (True, False)]
-    with_evaluation, without = run_cases(evaluate_then_train, 2, cases, seconds=120)
-    for name, wanted in without[0].items():
-        for found in (*with_evaluation, without[1]):
-            assert (found[name] == wanted).all(), name
-
-
 # ---- a loop of its own
 
 

@@ -100,6 +100,10 @@ CHECKPOINTED = {
 }
 
 
+def of(kind, **settings):
+    return {"kind": kind, "settings": settings}
+
+
 def rows():
     """Cases by name, as they run on two ranks."""
     found = {}
@@ -109,36 +113,23 @@ def rows():
         found[f"dpo: {name}"] = Case(kind="dpo", steps=1, settings=settings)
     ten = {
         "dpo: ten steps of sigmoid": {"kind": "dpo"},
-        "dpo: ten steps of ipo": {"kind": "dpo", "settings": {"loss_type": "ipo"}},
-        "dpo: ten steps, precomputed reference": {
-            "kind": "dpo",
-            "settings": {"precompute_ref_log_probs": True},
-        },
-        "dpo: ten steps, reference synchronised": {
-            "kind": "dpo",
-            "settings": {"sync_ref_model": True, "ref_model_sync_steps": 3},
-        },
+        "dpo: ten steps of ipo": of("dpo", loss_type="ipo"),
+        "dpo: ten steps, precomputed reference": of("dpo", precompute_ref_log_probs=True),
+        "dpo: ten steps, reference synchronised": of(
+            "dpo", sync_ref_model=True, ref_model_sync_steps=3
+        ),
         "dpo: ten steps, reference with more KV heads": {
             "kind": "dpo",
             "changes": {"num_key_value_heads": 4},
         },
         "dpo: ten steps, evaluated": {"kind": "dpo", "evaluates": True},
         "kto: kto": {"kind": "kto", "evaluates": True},
-        "kto: apo_zero_unpaired": {
-            "kind": "kto",
-            "settings": {"loss_type": "apo_zero_unpaired"},
-        },
-        "kto: precomputed reference": {
-            "kind": "kto",
-            "settings": {"precompute_ref_log_probs": True},
-        },
-        "kto: weights": {
-            "kind": "kto",
-            "settings": {"desirable_weight": 1.5, "undesirable_weight": 0.5},
-        },
+        "kto: apo_zero_unpaired": of("kto", loss_type="apo_zero_unpaired"),
+        "kto: precomputed reference": of("kto", precompute_ref_log_probs=True),
+        "kto: weights": of("kto", desirable_weight=1.5, undesirable_weight=0.5),
         "reward: plain": {"kind": "reward", "evaluates": True},
         "reward: margins": {"kind": "reward", "columns": {"margin": [0.0, 0.5, 1.25]}},
-        "reward: centred": {"kind": "reward", "settings": {"center_rewards_coefficient": 0.1}},
+        "reward: centred": of("reward", center_rewards_coefficient=0.1),
         "sequences": {"kind": "sequences", "evaluates": True},
         "tokens": {"kind": "tokens", "evaluates": True},
     }

@@ -7,46 +7,26 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate import Accelerator
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.base.versions import is_older
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.tiny import (
-    RandomPlanEngine,
-    documents,
-    reference_gradients,
-    relative_errors,
-    tiny_llama,
+from tests.hf.random_steps import (
+    attached,
+    errors,
+    own_batches,
+    random_steps,
+    sharded,
+    whole,  # noqa: F401  (imported from here)
+    worst_of,
 )
+from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.tiny import documents, reference_gradients, tiny_llama
 from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
-
-
-def own_batches(examples, rank, world_size):
-    """What a rank's dataloader gives: every world_size-th example, two batches of them."""
-    mine = examples[rank::world_size]
-    half = len(mine) // 2
-    collate = DataCollatorForFlexSeq()
-    return [collate(part) for part in (mine[:half], mine[half:]) if part]
-
-
-def whole(gradient):
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
-def sharded(model):
-    """The model under FSDP2, with a unit for each layer and one for the rest."""
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 def gradients_under_random_plans(
@@ -67,44 +47,32 @@ def gradients_under_random_plans(
     the attached model; examples: None for documents of LENGTHS; engine_options: of
     `RandomPlanEngine`."""
     examples = documents(LENGTHS) if examples is None else examples
-    wanted_loss, wanted = reference_gradients(make().double(), examples, attention)
+    wanted = reference_gradients(make().double(), examples, attention)
+    wanted_norm = norm(wanted[1])
     model = make().double().to(dtype)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if sharding == "fsdp2":
         sharded(model)
-    model.train()
-    seed = world_size * 100 + checkpointing
-    engine = RandomPlanEngine(Accelerator(cpu=True), seed, **engine_options)
-    engine.attach(model)
+    engine = attached(model.train(), world_size * 100 + checkpointing, **engine_options)
     patched(model)
-    wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
-    worst = dict.fromkeys(("loss", "norm", "gradients"), 0.0)
-    for _ in range(plans):
-        for step in engine.steps(own_batches(examples, rank, world_size), 2):
-            own_loss = step.backward(wrapped)
-            loss = step.mean_loss()
-        torch.distributed.all_reduce(own_loss)
-        assert float(own_loss) / world_size == pytest.approx(loss, rel=1e-6)
-        found = {name: whole(p.grad).double() for name, p in model.named_parameters()}
-        model.zero_grad()
-        norms = [
-            torch.cat([g.flatten() for g in each.values()]).norm() for each in (found, wanted)
-        ]
-        errors = {
-            "loss": abs(loss - float(wanted_loss)) / float(wanted_loss),
-            "norm": float((norms[0] - norms[1]).abs() / norms[1]),
-            "gradients": max(relative_errors(found, wanted).values()),
-        }
-        worst = {name: max(error, worst[name]) for name, error in errors.items()}
-    return worst
+    batches = own_batches(examples, rank, world_size)
+    ddp = {} if sharding == "ddp" else None
+    found = []
+    for step, own_loss, gradients in random_steps(engine, model, batches, ddp=ddp, plans=plans):
+        loss = step.mean_loss()
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        of_norm = float((norm(gradients) / wanted_norm - 1).abs())
+        found.append({**errors(loss, gradients, wanted), "norm": of_norm})
+    return worst_of(found)
+
+
+def norm(gradients):
+    return torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
 
 
 # By number of ranks: sharding, checkpointing. Every pair is there; all else with `-m nightly`.
-SOME = {
-    2: [("ddp", False), ("fsdp2", True)],
-    4: [("ddp", True), ("fsdp2", False)],
-}
+SOME = {2: [("ddp", False), ("fsdp2", True)], 4: [("ddp", True), ("fsdp2", False)]}
 ALL = {ranks: list(itertools.product(("ddp", "fsdp2"), (False, True))) for ranks in (2, 3, 4)}
 
 

@@ -37,7 +37,7 @@ from tests.hf.experts import (
     with_adapter,
 )
 from tests.hf.objectives import assert_alike
-from tests.hf.test_exactness import own_batches, whole
+from tests.hf.random_steps import own_batches, whole
 from tests.hf.tiny import documents
 from tests.hf.trainers import difference
 from tests.ranks import run_cases, run_ranks
@@ -92,10 +92,7 @@ ADAPTED = {4: [("4 ranks in 2 groups", "Qwen3Moe", ON_BOTH, {"steps": 1})]}
 
 @pytest.mark.parametrize(
     ("world_size", "runs"),
-    [
-        *RUNS.items(),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ADAPTED.items()),
-    ],
+    [*RUNS.items(), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ADAPTED.items())],
 )
 def test_float64_gradients_equal_one_process(tmp_path, world_size, runs):
     cases = []

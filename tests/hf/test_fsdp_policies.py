@@ -23,15 +23,9 @@ from hf_flexseq.cost.sharding import PLAIN, FsdpFigures, FsdpPolicy
 from hf_flexseq.hf.engine.sharding import FsdpPolicies, parameter_groups
 from hf_flexseq.hf.model.facts import gathered_itemsize, trained_elements
 from hf_flexseq.hf.model.sharding import is_fsdp2, replicas
-from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
-from tests.hf.tiny import (
-    RandomPlanEngine,
-    documents,
-    loadable,
-    reference_gradients,
-    relative_errors,
-    tiny_llama,
-)
+from tests.hf.random_steps import errors, own_batches, sharded, whole_gradients
+from tests.hf.test_exactness import LENGTHS
+from tests.hf.tiny import RandomPlanEngine, documents, loadable, reference_gradients, tiny_llama
 from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
@@ -100,7 +94,7 @@ def check_steps(rank, world_size, folder, config, policies, each_batch):
     """Take a step under each policy of a list, in this order and on one model; without a `config`
     sharded by hand."""
     examples = documents(LENGTHS)
-    wanted_loss, wanted = reference_gradients(tiny_llama(torch.float64), examples)
+    wanted = reference_gradients(tiny_llama(torch.float64), examples)
     model = loaded(folder, **config) if config else sharded(tiny_llama()).train()
     units = UNITS["transformers" if config else "by hand"]
     plugin = GradientAccumulationPlugin(num_steps=1, sync_each_batch=each_batch)
@@ -138,10 +132,9 @@ def check_steps(rank, world_size, folder, config, policies, each_batch):
         assert counts[ALL_REDUCE] == units * over_replicas, name
 
         torch.distributed.all_reduce(loss)
-        assert abs(float(loss) / world_size / wanted_loss - 1) < 1e-12
-        found = {name: whole(p.grad) for name, p in model.named_parameters()}
-        assert max(relative_errors(found, wanted).values()) < 1e-10
-        model.zero_grad()
+        apart = errors(float(loss) / world_size, whole_gradients(model), wanted)
+        assert apart["loss"] < 1e-12
+        assert apart["gradients"] < 1e-10
     engine.detach()
 
 

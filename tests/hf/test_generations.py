@@ -1,9 +1,7 @@
 """Samples that serve several optimizer steps: the later steps are planned while the first one
 runs, and trained as the plain trainer does."""
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from hf_flexseq import FlexSeqArguments
-from hf_flexseq.hf.losses.generations import Generations
 from tests.hf.objectives import (
     FLOAT32_BOUND,
     OPTIONS,
@@ -33,65 +30,6 @@ SPANNING = Case(
     lookahead=4,
     settings={"steps_per_generation": 4, "num_iterations": 2},
 )
-
-
-class Rolling:
-    """The part of a trainer that goes through slices 0, 1, 2, ... of each generation batch."""
-
-    def __init__(self, *, per_step, slices, iterations):
-        self.args = SimpleNamespace(
-            gradient_accumulation_steps=per_step,
-            steps_per_generation=slices,
-        )
-        self.num_iterations = iterations
-        self._step = 0
-        self._buffered_inputs = []
-        self.made = 0
-
-    def _prepare_inputs(self, batch):
-        slices = self.args.steps_per_generation
-        if self._step % (slices * self.num_iterations) == 0:
-            self._buffered_inputs = [(self.made, index) for index in range(slices)]
-            self.made += 1
-        return self._buffered_inputs[self._step % slices]
-
-
-def test_steps_to_come_are_those_that_come():
-    lengths = ((1, 1), (4, 1), (4, 2), (3, 2), (2, 5))  # slices, iterations
-    for per_step, (slices, iterations) in itertools.product((1, 2, 3, 4, 5, 8, 9), lengths):
-        trainer = Rolling(per_step=per_step, slices=slices, iterations=iterations)
-        generations = Generations(trainer)
-        assert generations.span_steps == (slices * iterations > per_step)
-        said, came = [], []
-        for _ in range(12):
-            came.append(generations.prepared([None] * per_step))
-            said.append(generations.steps_to_come(per_step))
-            trainer._step += per_step
-        for index, steps in enumerate(said[:-8]):
-            assert steps == came[index + 1 : index + 1 + len(steps)]
-            # and no more of them are made of the present samples alone
-            present = came[index][-1][0]
-            after = came[index + 1 + len(steps)]
-            assert any(made != present for made, _ in after)
-
-
-def test_settings_are_those_of_the_moment():
-    trainer = Rolling(per_step=2, slices=4, iterations=2)
-    generations = Generations(trainer)
-    trainer.args.gradient_accumulation_steps = 1
-    trainer.args.steps_per_generation = 2
-    first, second = generations.prepared([None]), generations.steps_to_come(1)
-    assert first == [(0, 0)]
-    assert second == [[(0, 1)], [(0, 0)], [(0, 1)]]
-
-
-@pytest.mark.parametrize("kept", [None, [(0, 0)]])
-def test_samples_that_a_subclass_keeps_elsewhere_are_not_known_before(kept):
-    trainer = Rolling(per_step=2, slices=4, iterations=2)
-    generations = Generations(trainer)
-    generations.prepared([None] * 2)
-    trainer._buffered_inputs = kept
-    assert generations.steps_to_come(2) == []
 
 
 @pytest.mark.processes

@@ -15,16 +15,15 @@ from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import both, run, stock_run
 from tests.hf.test_trainer import dataset
 from tests.hf.tiny import tiny_llama
-from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart, word_tokenizer
+from tests.hf.trainers import (
+    OwnLoss,
+    assert_logged_alike,
+    trainer_of,
+    weights_apart,
+    word_tokenizer,
+)
 
 SMOOTHING = 0.2
-
-
-class HandsOn(Trainer):
-    """A user's loss, on its own batches."""
-
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
 
 
 def classifier():
@@ -43,7 +42,7 @@ CASES = {
             **SETTINGS,
         },
     ),
-    "a loss of one's own": Case(base=HandsOn, settings=SETTINGS),
+    "a loss of one's own": Case(base=OwnLoss, settings=SETTINGS),
 }
 
 

@@ -7,7 +7,6 @@ import torch
 import transformers
 
 from hf_flexseq.base.layers import FULL, Reach
-from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.layer_kinds import (
     UnknownLayers,
     _keys_of,
@@ -19,10 +18,6 @@ from hf_flexseq.hf.model.layer_kinds import (
 from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.steps.source_row import SourceRow
 from tests.hf.tiny import refused
-
-
-def kinds_of(name, **options):
-    return layer_kinds(getattr(transformers, name + "Config")(**options))
 
 
 @pytest.mark.parametrize(
@@ -49,33 +44,6 @@ def test_windows_chunks_and_full_layers(name, options, reaches):
     assert reach_counts(layer_kinds(config)) == reaches
     if len(reaches) == 1:
         assert layer_reach(config, None) in reaches
-
-
-def test_softcaps_and_sinks():
-    assert {kind.softcap for kind in kinds_of("Gemma2")} == {50.0}
-    assert {kind.softcap for kind in kinds_of("Gemma3Text")} == {None}
-    kinds = kinds_of("GptOss", num_hidden_layers=2)
-    assert [(str(kind.reach), kind.sinks) for kind in kinds] == [
-        ("window 128", True),
-        ("full", True),
-    ]
-
-
-def test_latent_attention_has_heads_of_two_sizes():
-    config = transformers.DeepseekV3Config(num_hidden_layers=2)
-    kind = layer_kinds(config)[0]
-    assert (kind.query_heads, kind.kv_heads) == (128, 128)
-    assert (kind.head_dim, kind.value_dim, kind.width) == (192, 128, 192)
-    assert attention_shape(config) == (128, 128, 192)
-
-
-def test_heads_of_two_sizes_and_shared_keys_of_gemma_4():
-    options = {"num_hidden_layers": 12, "num_kv_shared_layers": 3, "global_head_dim": 512}
-    config = transformers.Gemma4TextConfig(head_dim=256, **options)
-    kinds = layer_kinds(config)
-    assert [kind.head_dim for kind in kinds] == ([256] * 5 + [512]) * 2
-    assert [kind.keys_of for kind in kinds] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 5]
-    assert attention_shape(config).head_dim == 512
 
 
 def test_layers_that_are_no_attention_are_named():

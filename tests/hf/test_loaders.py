@@ -17,13 +17,7 @@ from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
 from hf_flexseq.hf.engine.loaders import LongestLoader, batches_on_host, without_repeats
 from tests.budget import others_nightly
 from tests.hf.test_mixin import tokenizer
-from tests.hf.test_trainer import (
-    flexseq_trainer,
-    float64_loss,
-    logged,
-    padded,
-    update_error,
-)
+from tests.hf.test_trainer import flexseq_trainer, float64_loss, logged, padded, update_error
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
 from tests.hf.trainers import trainer_of
 from tests.ranks import join, run_cases, run_ranks, run_threads

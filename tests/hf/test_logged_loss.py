@@ -19,15 +19,9 @@ from tests.hf.objectives import (
     make_trainer,
     run_case,
 )
-from tests.hf.test_trainer import dataset, float64_loss, logged, loss_of_targets
+from tests.hf.test_trainer import dataset, float64_loss, logged
 from tests.hf.tiny import VOCAB, tiny_llama
-from tests.hf.trainers import (
-    assert_logged_alike,
-    difference,
-    trained,
-    trainer_of,
-    weights_apart,
-)
+from tests.hf.trainers import assert_logged_alike, difference, trained, trainer_of, weights_apart
 from tests.ranks import run_ranks
 
 STEPS = 3  # with a log line after the second one
@@ -38,7 +32,7 @@ TOGETHER = 2e-6  # float32, in which the Trainer adds losses up
 
 def loss_with_nan(logits, labels, vocab_size, num_items_in_batch=None, **given):
     """NaN beside a marked label. Its gradients are finite."""
-    loss = loss_of_targets(logits, labels, vocab_size, num_items_in_batch, **given)
+    loss = float64_loss(logits, labels, vocab_size, num_items_in_batch, **given)
     return loss + torch.nan if (labels == MARK).any() else loss
 
 

@@ -10,7 +10,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 
 from hf_flexseq import FlexSeqEngine
 from tests.budget import others_nightly
-from tests.hf.test_exactness import own_batches
+from tests.hf.random_steps import own_batches
 from tests.hf.test_sharding import ZERO
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama
 from tests.hf.trainers import distance, weights_of

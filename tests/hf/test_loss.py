@@ -21,7 +21,7 @@ from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
-from tests.hf.test_exactness import whole
+from tests.hf.random_steps import whole
 from tests.hf.tiny import refused, relative_errors, taken_gradients, tiny_llama
 from tests.kernels.test_chunked_loss import difference
 from tests.ranks import run_cases

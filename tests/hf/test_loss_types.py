@@ -7,11 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_flexseq.hf.model.loss_kinds import check_own_loss
-from tests.hf.tiny import VOCAB, documents, refused, tiny_llama
+from tests.hf.tiny import documents, refused, tiny_gpt2, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart
 
 DATA = documents([2 + (i * i * 7) % 8 for i in range(24)])
@@ -34,10 +34,7 @@ def llama(cls=MyLlama):
 
 
 def gpt2():
-    torch.manual_seed(0)
-    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout))
+    return tiny_gpt2(torch.float32)
 
 
 def adapted(model):

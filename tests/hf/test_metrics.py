@@ -9,8 +9,6 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     LlamaForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -22,23 +20,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from tests.hf.test_router import mixture
-from tests.hf.test_trainer import logged, loss_of_targets, padded
-from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama
-from tests.hf.trainers import trainer_of
+from tests.hf.test_trainer import float64_loss, logged, padded
+from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama, tiny_model
+from tests.hf.trainers import OwnLoss, trainer_of
 from tests.ranks import run_cases
 
 LENGTHS = [3, 50, 2, 17, 8, 30, 2, 61, 5, 12, 44]
-
-
-class OwnLoss(Trainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-def without_labels(examples):
-    batch = padded([{"labels": [], **example} for example in examples])
-    del batch["labels"]
-    return batch
 
 
 def best(logits, labels):
@@ -106,11 +93,11 @@ def evaluations(rank, world_size, flex, folder):
         metrics = make(flex, folder, cap=40, compute_metrics=seen, **options).evaluate()
         found[name] = (seen.arrays, metrics["eval_hits"], metrics["eval_loss"])
 
-    for collator, columns in ((padded, None), (without_labels, ("input_ids",))):
+    for columns in (None, ("input_ids",)):
         rows = documents(LENGTHS[:5])
         if columns:
             rows = [{name: row[name] for name in columns} for row in rows]
-        trainer = make(flex, folder, cap=40, data_collator=collator, **showing(best_and_others))
+        trainer = make(flex, folder, cap=40, **showing(best_and_others))
         output = trainer.predict(rows)
         found["predict", columns] = (output.predictions, output.label_ids)
         assert (output.label_ids is None) == ("test_loss" not in output.metrics) == bool(columns)
@@ -288,7 +275,7 @@ def test_a_model_that_scales_its_logits_shows_them_scaled(tmp_path):
 @pytest.mark.parametrize("base", [Trainer, OwnLoss])
 def test_rows_without_labels_are_predicted(tmp_path, base):
     rows = [{"input_ids": row["input_ids"]} for row in documents(LENGTHS[:5])]
-    given = {"base": base, "data_collator": without_labels, **showing(best)}
+    given = {"base": base, **showing(best)}
     stock, ours = (make(flex, tmp_path, **given).predict(rows) for flex in (False, True))
     assert ours.label_ids is None
     assert "test_loss" not in ours.metrics
@@ -387,12 +374,9 @@ class Generates(TrainerCallback):
 
 
 def neox():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    dropout = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(num_hidden_layers=2, vocab_size=VOCAB, **sizes, **dropout)
-    config.pad_token_id = config.eos_token_id = 0
-    return GPTNeoXForCausalLM(config).double()
+    model = tiny_model("GPTNeoX", attention_dropout=0.0, hidden_dropout=0.0)
+    model.config.pad_token_id = model.config.eos_token_id = 0
+    return model
 
 
 @pytest.mark.slow
@@ -449,6 +433,6 @@ def test_what_metrics_cannot_have(tmp_path):
     with refused("even_batches=False"):
         make(True, tmp_path, **given, accelerator_config={"even_batches": False})
     model = tiny_llama()
-    model.loss_function = loss_of_targets
+    model.loss_function = float64_loss
     with refused("include_for_metrics=.*the loss of LlamaForCausalLM"):
         make(True, tmp_path, **given, model=model, include_for_metrics=["loss"])

@@ -1,4 +1,4 @@
-"""FlexSeqMixin on TRL's SFTTrainer, whose fused head and figures stay, and LoRA through PEFT."""
+"""FlexSeqMixin on TRL's SFTTrainer, whose fused head and figures stay."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,28 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_flexseq import (
-    DataCollatorForFlexSeq,
-    FlexSeqConfig,
-    FlexSeqMixin,
-    FlexSeqTrainer,
-)
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
 from hf_flexseq.hf.losses.token_means import TokenMeans
 from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import run, stock_run
-from tests.hf.test_trainer import (
-    OPTIONS,
-    dataset,
-    float64_loss,
-    logged,
-    padded,
-    training_arguments,
-)
+from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
 from tests.hf.tiny import tiny_llama
 from tests.hf.trainers import assert_logged_alike, trained, weights_apart
 from tests.hf.trainers import word_tokenizer as tokenizer
@@ -37,12 +24,6 @@ from tests.ranks import run_cases, run_ranks
 
 class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
     pass
-
-
-def lora_llama():
-    layers = ["q_proj", "v_proj", "down_proj"]
-    config = LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
-    return get_peft_model(tiny_llama(), config)
 
 
 def evaluate_first(trainer):
@@ -56,24 +37,20 @@ def evaluate_first(trainer):
 IN_BF16 = Case(base=SFTTrainer, model=partial(tiny_llama, torch.float32), settings={"bf16": True})
 KINDS = {
     "sft": Case(base=SFTTrainer),
-    "lora": Case(model=lora_llama, settings={"train_dataset": dataset()}, stock_loss=float64_loss),
     "bf16": IN_BF16,
     "bf16, evaluated first": replace(IN_BF16, prepare=evaluate_first),
 }
 
 
 @pytest.mark.processes
-def test_sft_with_its_own_head_and_lora_train_as_under_the_plain_trainer(tmp_path):
+def test_sft_with_its_own_head_trains_as_under_the_plain_trainer(tmp_path):
     cases = [(case, tmp_path) for case in KINDS.values()]
-    of_sft, of_lora, of_bf16, of_evaluated = run_cases(run, 2, cases, seconds=120)
+    of_sft, of_bf16, of_evaluated = run_cases(run, 2, cases, seconds=120)
     stock = stock_run(KINDS["sft"], tmp_path)
     for ours in of_sft:
         assert weights_apart(stock, ours) < 2e-6
         assert_logged_alike(stock, ours, ["loss", "grad_norm", "num_tokens"], rel=1e-5)
         assert logged(ours.log, "flexseq/micro_batches")
-    stock = stock_run(KINDS["lora"], tmp_path)
-    for ours in of_lora:
-        assert weights_apart(stock, ours) < 1e-8
     for ours in (*of_evaluated, of_bf16[1]):
         for name, wanted in of_bf16[0].weights.items():
             assert (ours.weights[name] == wanted).all(), name

@@ -9,7 +9,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from hf_flexseq.hf.model.attachments import ModelSettings
@@ -19,7 +18,8 @@ from hf_flexseq.steps.token_words import TokenWords
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import run, stock_run
 from tests.hf import objectives
-from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
+from tests.hf.random_steps import own_batches, random_steps, sharded
+from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import RandomPlanEngine, documents, tiny_llama
 from tests.hf.trainers import assert_logged_alike, distance, trained, weights_apart
@@ -175,12 +175,10 @@ def gradients(rank, world_size, kind, seed, alpha):
     if alpha is not None:
         engine.settings = ModelSettings(noise=(alpha, SEED))
     engine.attach(model.train())
-    wrapped = model if kind == "fsdp2" else DistributedDataParallel(model)
+    ddp = None if kind == "fsdp2" else {}
     batches = own_batches(documents(LENGTHS), rank, world_size)
-    for step in engine.steps(batches, 2):
-        step.backward(wrapped)
-    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    return {name: whole(gradient).numpy().copy() for name, gradient in named}
+    ((_, _, found),) = random_steps(engine, model, batches, ddp=ddp)
+    return {name: gradient.numpy() for name, gradient in found.items()}
 
 
 @pytest.mark.nightly

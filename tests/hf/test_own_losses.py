@@ -21,8 +21,8 @@ from hf_flexseq.kernels.token_outputs import token_outputs
 from tests.budget import others_nightly
 from tests.differential.case import Case
 from tests.differential.runs import both_on_ranks
+from tests.hf.random_steps import whole
 from tests.hf.test_checks import OwnLoss
-from tests.hf.test_exactness import whole
 from tests.hf.test_metrics import scaled
 from tests.hf.test_trainer import padded
 from tests.hf.tiny import VOCAB, documents, refused, tiny_llama
@@ -238,19 +238,6 @@ def test_own_losses_train_as_the_plain_trainer_does(tmp_path, names):
         assert_logged_alike(stock, ours, ["loss", "eval_loss"], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_a_metric_beside_an_own_loss(tmp_path):
-    seen = []
-    for flexseq in (None, OPTIONS):
-        trainer = make(tmp_path, flexseq=flexseq, **FUNCTION)
-        trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
-        trainer.compute_metrics = lambda given: {"best": float(given.predictions[0, 0])}
-        seen.append(trainer.evaluate())
-    assert trainer.predict(documents([5, 9])).predictions.shape == (2, 9)
-    assert seen[1]["eval_best"] == seen[0]["eval_best"]
-    assert seen[1]["eval_loss"] == pytest.approx(seen[0]["eval_loss"], rel=1e-6)
-
-
 # ---- what is refused
 
 
@@ -293,13 +280,6 @@ class Once(FlexSeqTrainer):
 class Twice(OnOtherTokens):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return model(**inputs).loss + model(**inputs).loss
-
-
-class WithoutLabels(OwnLoss):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        logits = model(**inputs).logits
-        return F.cross_entropy(logits[0, :-1], labels[0, 1:])
 
 
 class FormerName(OwnLoss):

@@ -15,14 +15,7 @@ from safetensors import SafetensorError
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER
 from tests.checkpoints.test_optimizer_files import SAVED, Planted, marks
 from tests.hf.test_saving import make_trainer
-from tests.hf.test_sharded_checkpoints import (
-    EP2,
-    FIRST,
-    loaded,
-    save_models,
-    trained,
-    trainer_of,
-)
+from tests.hf.test_sharded_checkpoints import EP2, FIRST, loaded, save_models, trained, trainer_of
 from tests.pipeline.test_trainer import make_trainer as make_pipeline_trainer
 from tests.pipeline.test_trainer import model_of, saved_run
 from tests.ranks import run_ranks

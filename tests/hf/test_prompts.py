@@ -7,19 +7,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import (
-    CPTConfig,
-    MultitaskPromptTuningConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from trl import SFTTrainer
 
@@ -30,16 +20,10 @@ from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.virtual_tokens import NUMBERS, real_tokens, with_virtual_tokens
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import both
-from tests.hf.test_exactness import LENGTHS, own_batches, whole
-from tests.hf.test_trainer import padded
-from tests.hf.tiny import (
-    RandomPlanEngine,
-    documents,
-    refused,
-    relative_errors,
-    tiny_arguments,
-    tiny_llama,
-)
+from tests.hf.random_steps import attached, errors, own_batches, random_steps, worst_of
+from tests.hf.test_exactness import LENGTHS
+from tests.hf.test_trainer import float64_loss, padded
+from tests.hf.tiny import documents, refused, tiny_arguments, tiny_llama
 from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart
 from tests.ranks import run_cases
 
@@ -61,15 +45,6 @@ def make_model(kind, count, **options):
         for parameter in model.prompt_encoder.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
     return model
-
-
-def float64_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
-    """transformers' causal loss without its cast to float32."""
-    targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    if num_items_in_batch is None:
-        num_items_in_batch = (targets != -100).sum()
-    return total / num_items_in_batch
 
 
 def whole_documents(lengths):
@@ -129,31 +104,26 @@ def wanted_gradients(kind, count, examples):
 def worst_errors(rank, world_size, kind, count, plans, sharding):
     """The largest relative error of loss and gradients under random plans."""
     examples = whole_documents(LENGTHS)
-    wanted_loss, wanted = wanted_gradients(kind, count, examples)
+    wanted = wanted_gradients(kind, count, examples)
     model = make_model(kind, count)
     if sharding == "fsdp2":
         for layer in model.get_base_model().model.layers:
             fully_shard(layer)
         fully_shard(model)
     model.train()
-    engine = RandomPlanEngine(Accelerator(cpu=True), world_size)
+    engine = attached(model, world_size)
+    batches = own_batches(examples, rank, world_size)
+    ddp = {} if sharding == "ddp" else None
+    found = []
+    for _, loss, gradients in random_steps(engine, model, batches, ddp=ddp, plans=plans):
+        own = {name: gradients[f"prompt_encoder.{name}"] for name in wanted[1]}
+        found.append(errors(loss, own, wanted))
     engine.attach(model)
-    wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
-    worst = 0.0
-    for _ in range(plans):
-        batches = own_batches(examples, rank, world_size)
-        (loss,) = [step.backward(wrapped) for step in engine.steps(batches, 2)]
-        torch.distributed.all_reduce(loss)
-        found = {name: whole(p.grad) for name, p in model.prompt_encoder.named_parameters()}
-        found = {name: gradient.clone() for name, gradient in found.items()}
-        model.zero_grad()
-        errors = relative_errors(found, wanted)
-        worst = max(worst, abs(float(loss) / world_size / wanted_loss - 1), *errors.values())
     with torch.no_grad():  # with its own attention, and virtual tokens of its own
         other_call = float(model(**padded(examples)).loss)
     engine.detach()
-    assert other_call == pytest.approx(wanted_loss, rel=1e-6)
-    return worst
+    assert other_call == pytest.approx(wanted[0], rel=1e-6)
+    return max(worst_of(found).values())
 
 
 @pytest.mark.processes
@@ -165,8 +135,8 @@ def test_gradients_are_those_of_peft_under_any_plan():
         ("P-tuning, LSTM", 1, 2, "ddp"),
         ("P-tuning", 20, 2, "fsdp2"),
     ]
-    for case, errors in zip(cases, run_cases(worst_errors, 2, cases), strict=True):
-        assert max(errors) < 1e-10, case
+    for case, by_rank in zip(cases, run_cases(worst_errors, 2, cases), strict=True):
+        assert max(by_rank) < 1e-10, case
 
 
 # ---- trainers
@@ -247,18 +217,9 @@ def test_a_run_resumes_and_its_adapter_is_one_of_peft(tmp_path):
     assert list(load_file(folder / "adapter_model.safetensors")) == ["prompt_embeddings"]
 
 
-# ---- what is refused
+# ---- what is refused, besides the methods of `test_adapters.py`
 
 REFUSED = {
-    "PREFIX_TUNING of PEFT .its keys are in no sequence": PrefixTuningConfig(
-        num_virtual_tokens=4, **CAUSAL
-    ),
-    "MULTITASK_PROMPT_TUNING of PEFT .its virtual tokens depend on the task": (
-        MultitaskPromptTuningConfig(num_virtual_tokens=4, num_tasks=2, **CAUSAL)
-    ),
-    "CPT of PEFT .it weights the loss of tokens": CPTConfig(
-        cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], **CAUSAL
-    ),
     "P_TUNING of PEFT here .dropout=0.5 of its encoder": PromptEncoderConfig(
         num_virtual_tokens=4, encoder_hidden_size=8, encoder_dropout=0.5, **LSTM, **CAUSAL
     ),

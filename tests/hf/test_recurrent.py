@@ -181,10 +181,7 @@ def test_a_convolution_of_a_pack_is_that_of_causal_conv1d(causal_conv1d):
 
     for activation in (None, "silu"):
         results = []
-        for convolve in (
-            partial(causal_conv1d.causal_conv1d_ref, seq_idx=sequences),
-            of_a_model,
-        ):
+        for convolve in (partial(causal_conv1d.causal_conv1d_ref, seq_idx=sequences), of_a_model):
             leaves = [one.clone().requires_grad_() for one in (x, weight, bias)]
             out = convolve(*leaves, activation=activation)
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.reduction import instead_of_ddp
 from tests.hf.ordered_gloo import ordered_gloo
+from tests.hf.random_steps import own_batches, sharded, whole
 from tests.hf.test_checks import make_trainer
-from tests.hf.test_exactness import LENGTHS, own_batches, sharded, whole
+from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_trainer import OPTIONS
 from tests.hf.tiny import (
     RandomPlanEngine,

@@ -1,16 +1,17 @@
 """Checkpointing with use_reentrant=True: layers run again the other way while a model is attached,
 with the results of the plain Trainer, and have their own function back afterwards."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
-import torch
 from accelerate import Accelerator
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from transformers import Trainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback
+from tests.differential.case import Case
+from tests.differential.runs import run, stock_run
 from tests.hf.test_checks import make_trainer
 from tests.hf.test_trainer import OPTIONS
 from tests.hf.tiny import RandomPlanEngine, batches, refused, tiny_llama
@@ -36,38 +37,29 @@ def without_reentrant():
         yield
 
 
-def run(rank, world_size, folder, batch, flexseq, *, by_callback=False, **settings):
-    """A run of three steps in float64 with reentrant checkpointing."""
-    trainer = trainer_of(
-        Trainer,
-        folder,
-        flexseq=None if by_callback else flexseq,
-        batch=batch,
-        model=tiny_llama(torch.float64),
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": True},
-        **settings,
-    )
-    if by_callback:
-        options = FlexSeqArguments(**{**OPTIONS, "lookahead": 0, **flexseq})
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+}
+# two ranks share each sequence's attention
+CASE = Case(settings=REENTRANT, flexseq={"planner": "static", "sp_degree": 2})
+
+
+def run_ours(rank, world_size, case, folder):
+    """A run of ours by the callback; by the mixin with a case."""
+    with without_reentrant():
+        if case is not None:
+            return run(rank, world_size, case, folder)
+        trainer = trainer_of(Trainer, folder, **REENTRANT)
+        options = FlexSeqArguments(**{**OPTIONS, "lookahead": 0})
         trainer.add_callback(FlexSeqCallback(trainer, options))
-    with nullcontext() if flexseq is None else without_reentrant():
         return trained(trainer)
-
-
-def run_by_callback(rank, world_size, folder, batch, flexseq):
-    return run(rank, world_size, folder, batch, flexseq, by_callback=True)
-
-
-SHARED = {"planner": "static", "sp_degree": 2}  # two ranks share each sequence's attention
 
 
 @pytest.mark.processes
 def test_steps_are_those_of_the_plain_trainer(tmp_path):
-    stock = run(0, 1, tmp_path, 4, None)
-    ours = run_cases(run, 2, [(tmp_path, 2, SHARED)])
-    ours += run_cases(run_by_callback, 2, [(tmp_path, 2, {})])
-    for of_ranks in ours:
+    stock = stock_run(CASE, tmp_path)
+    for of_ranks in run_cases(run_ours, 2, [(CASE, tmp_path), (None, tmp_path)]):
         for found in of_ranks:
             assert weights_apart(stock, found) < 1e-6
 

@@ -20,7 +20,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from tests.hf.test_exactness import sharded, whole
+from tests.hf.random_steps import sharded, whole
 from tests.hf.test_trainer import flexseq_trainer
 from tests.hf.tiny import VOCAB, tiny_llama, weights
 from tests.plans import group

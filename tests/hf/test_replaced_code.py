@@ -5,13 +5,14 @@ two steps. Training is exact, or refused by name."""
 import copy
 import functools
 import types
+from functools import partial
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -22,16 +23,17 @@ from transformers.models.llama.modeling_llama import (
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.steps.users_code import is_known, users_modules
+from tests.budget import others_nightly
 from tests.hf.objectives import Case, make_trainer, save_inputs
 from tests.hf.test_overrides import make
 from tests.hf.tiny import (
-    SIZES,
     batches,
     documents,
     reference_loss,
     refused,
     tiny_arguments,
     tiny_llama,
+    tiny_model,
 )
 from tests.hf.trainers import trained, weights_apart
 
@@ -276,18 +278,12 @@ def test_code_that_is_there_when_the_first_step_begins(tmp_path, monkeypatch, na
         run(tmp_path, monkeypatch, put, event)
 
 
-@pytest.mark.parametrize(
-    "name", ["sdpa on the class", "shifted as a module", "mixing hook", "hook on gradients"]
-)
+BETWEEN = [name for name in CHANGES if CHANGES[name][2] is not None]
+TRIED = ("sdpa on the class", "shifted as a module", "mixing hook", "hook on gradients")
+
+
+@pytest.mark.parametrize("name", others_nightly(BETWEEN, tried=TRIED))
 def test_code_that_comes_between_two_steps(tmp_path, monkeypatch, name):
-    put, _, said = CHANGES[name]
-    with refused(said):
-        run(tmp_path, monkeypatch, put, "on_step_end")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in CHANGES if CHANGES[name][2] is not None])
-def test_all_code_that_comes_between_two_steps(tmp_path, monkeypatch, name):
     put, _, said = CHANGES[name]
     with refused(said):
         run(tmp_path, monkeypatch, put, "on_step_end")
@@ -303,7 +299,9 @@ def test_an_evaluation_refuses_it_too(tmp_path, monkeypatch, name):
         trainer.evaluate()
 
 
-@pytest.mark.parametrize("name", ["shifted on a module", "another configuration"])
+@pytest.mark.parametrize(
+    "name", ["shifted on a module", "another configuration", "mixing norm", "mixing hook"]
+)
 def test_a_preference_loss_refuses_it_too(tmp_path, monkeypatch, name):
     put, said, _ = CHANGES[name]
     save_inputs(tmp_path)
@@ -384,13 +382,8 @@ def grown(model, *, takes_configuration):
     return model
 
 
-def tiny_qwen3():
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)).double()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make_model", [tiny_llama, tiny_qwen3])
+@pytest.mark.parametrize("make_model", [tiny_llama, partial(tiny_model, "Qwen3", head_dim=8)])
 def test_a_layer_that_was_copied_has_a_configuration_of_its_own(make_model):
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
     model = grown(make_model(), takes_configuration=False)

@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
@@ -17,29 +16,15 @@ from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
-from tests.budget import others_nightly
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
-from tests.hf.objectives import Case, assert_alike
-from tests.hf.test_exactness import own_batches, whole
+from tests.hf.objectives import Case
+from tests.hf.random_steps import attached, errors, own_batches, random_steps, sharded, worst_of
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
 from tests.hf.test_trainer import dataset, logged
-from tests.hf.tiny import (
-    RandomPlanEngine,
-    documents,
-    reference_loss,
-    refused,
-    relative_errors,
-    taken_gradients,
-)
-from tests.hf.trainers import (
-    assert_logged_alike,
-    difference,
-    trained,
-    trainer_of,
-    weights_apart,
-)
+from tests.hf.tiny import RandomPlanEngine, documents, reference_loss, refused, taken_gradients
+from tests.hf.trainers import OwnLoss, assert_logged_alike, trained, trainer_of, weights_apart
 from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
@@ -88,41 +73,31 @@ def _reference(family, examples):
 
 
 def errors_under_random_plans(rank, world_size, family, sharding, plans, examples=None):
-    """The largest relative errors of loss and gradients over some random plans, and the tokens
+    """The largest relative error of loss and gradients over some random plans, and the tokens
     that all of these spare. examples: None for documents of LENGTHS."""
     with pytest.MonkeyPatch.context() as patch:
         keep_float64(patch)
         examples = documents(LENGTHS) if examples is None else examples
-        wanted_loss, wanted = reference(family, examples)
+        wanted = reference(family, examples)
         model = mixture(family)
         if sharding == "fsdp2":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            for layer in model.model.layers:
-                fully_shard(layer)
-            fully_shard(model)
-        engine = RandomPlanEngine(Accelerator(cpu=True), seed=world_size)
-        engine.attach(model)
-        wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
-        worst = 0.0
-        micro_batches = []
-        spares = 0
-        for _ in range(plans):
-            for step in engine.steps(own_batches(examples, rank, world_size), 2):
-                loss = step.backward(wrapped)
-                micro_batches.append(len(step.plan.micro_batches))
-                spares += step.plan.tokens_spared
-            torch.distributed.all_reduce(loss)
-            found = {name: whole(g) for name, g in taken_gradients(model).items()}
-            errors = relative_errors(found, wanted)
-            worst = max(worst, abs(float(loss) / world_size / wanted_loss - 1), *errors.values())
+            sharded(model)
+        engine = attached(model, world_size)
+        batches = own_batches(examples, rank, world_size)
+        ddp = {} if sharding == "ddp" else None
+        found, micro_batches, spares = [], [], 0
+        for step, loss, gradients in random_steps(engine, model, batches, ddp=ddp, plans=plans):
+            found.append(errors(loss, gradients, wanted))
+            micro_batches.append(len(step.plan.micro_batches))
+            spares += step.plan.tokens_spared
         assert max(micro_batches) > 1
-        return worst, spares
+        return max(worst_of(found).values()), spares
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("world_size", "family", "sharding"),
-    [(3, "Qwen3Moe", "ddp"), (2, "Mixtral", "fsdp2")],
+    ("world_size", "family", "sharding"), [(3, "Qwen3Moe", "ddp"), (2, "Mixtral", "fsdp2")]
 )
 def test_gradients_with_a_router_loss_equal_one_process(world_size, family, sharding):
     for worst, _ in run_ranks(errors_under_random_plans, world_size, family, sharding, 4):
@@ -147,30 +122,6 @@ def test_a_router_loss_counts_a_shared_token_once_for_each_row(world_size):
             assert spares > 300, case
 
 
-def train_on_conversations(rank, world_size, folder, family, shared):
-    """Three steps of twelve rows. shared: None for the plain Trainer."""
-    settings = {"train_dataset": conversations(36), "batch": 12 // world_size}
-    settings["flexseq"] = shared and {"shared_prefixes": shared, "max_tokens_per_rank": 60}
-    with pytest.MonkeyPatch.context() as patch:
-        keep_float64(patch)
-        return trained(trainer_of(Trainer, folder, model=mixture(family), **settings))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", others_nightly([1, 2], tried=[2]))
-@pytest.mark.parametrize("family", others_nightly(FAMILIES, tried=["Qwen3Moe"]))
-def test_the_trainer_s_router_loss_is_that_of_the_rows(tmp_path, world_size, family):
-    """The plain Trainer has one batch on one rank: router losses are of a step."""
-    stock = train_on_conversations(0, 1, tmp_path, family, None)
-    cases = [(tmp_path, family, shared) for shared in ("off", "auto")]
-    by_rank = zip(*run_cases(train_on_conversations, world_size, cases, seconds=200), strict=True)
-    for apart, ours in by_rank:
-        assert spared(apart) == 0
-        assert spared(ours) > 200
-        assert difference(apart, ours).weights < 1e-10
-        assert_alike(difference(stock, ours), weights=objectives.FLOAT64_BOUND)
-
-
 # ---- trainers
 
 
@@ -181,13 +132,6 @@ def likeliest(logits, labels):
     """[rows, tokens]; the plain Trainer hands on all outputs of such a model, aux_loss first."""
     logits = logits[1] if isinstance(logits, tuple) else logits
     return logits.argmax(dim=-1)
-
-
-class HandsOn(Trainer):
-    """A user's loss, on its own batches."""
-
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
 
 
 def make(kind, ours, folder, batch, accumulation=1):
@@ -213,7 +157,7 @@ def make(kind, ours, folder, batch, accumulation=1):
     if kind == "plain, with metrics":
         data["preprocess_logits_for_metrics"] = likeliest
         data["compute_metrics"] = lambda found: {"first": float(found.predictions[:, 0].sum())}
-    base = HandsOn if kind == "own" else Trainer
+    base = OwnLoss if kind == "own" else Trainer
     return trainer_of(base, folder, **data, **settings)
 
 

@@ -13,13 +13,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from hf_flexseq.steps.row_outputs import outputs_of_rows
 from tests.differential.case import sft_trainer
-from tests.hf.objectives import (
-    FLOAT32_BOUND,
-    Case,
-    assert_alike,
-    causal_model,
-    save_inputs,
-)
+from tests.hf.objectives import FLOAT32_BOUND, Case, assert_alike, causal_model, save_inputs
 from tests.hf.test_router import mixture
 from tests.hf.test_shared_prefixes import conversations, spared
 from tests.hf.tiny import tiny_llama
@@ -29,11 +23,7 @@ from tests.ranks import run_cases, run_ranks
 STEP = 12  # rows
 OPTIONS = {"max_tokens_per_rank": 120, "lookahead": 0}
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-CASES = {
-    "nll": {},
-    "dft": {"loss_type": "dft"},
-    "LoRA": {"peft_config": LORA},
-}
+CASES = {"nll": {}, "dft": {"loss_type": "dft"}, "LoRA": {"peft_config": LORA}}
 
 
 class ReadsLoss(SFTTrainer):

@@ -34,7 +34,7 @@ from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.trainer import checkpoint_forms, saving
-from hf_flexseq.hf.trainer.checkpoint_forms import accepted_by_trainer, load_weights
+from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from tests.hf import experts
 from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
 from tests.hf.tiny import SIZES, documents, refused
@@ -428,31 +428,6 @@ def constructed(rank, ranks, models, folder):
         assert (folder / "stock" / "checkpoint-1" / FOLDER / "index.json").is_file()
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_the_users_arguments_and_trls_own_keep_save_only_model(is_named):
-    """The constructor sees it set for a sharded model, given itself or to be loaded by TRL."""
-    init = {"distributed_config": EP2} if is_named else None
-    args, other = (SimpleNamespace(save_only_model=False, model_init_kwargs=init) for _ in "ab")
-    model = "a name" if is_named else SimpleNamespace(is_distributed_loading_by_transformers=True)
-    trainer = SimpleNamespace()
-    with accepted_by_trainer(trainer, {"model": model, "args": args}):
-        assert args.save_only_model
-        trainer.args = other
-        other.save_only_model = args.save_only_model
-    assert not args.save_only_model
-    assert not other.save_only_model
-    with (
-        pytest.raises(ValueError, match="refused"),
-        accepted_by_trainer(SimpleNamespace(), {"model": model, "args": args}),
-    ):
-        raise ValueError("refused")
-    assert not args.save_only_model
-    for unsharded in ("a name", SimpleNamespace()):
-        args.model_init_kwargs = None
-        with accepted_by_trainer(trainer, {"model": unsharded, "args": args}):
-            assert not args.save_only_model
-
-
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_save_only_model_is_honoured_and_the_users_own_code_is_called_or_refused(models, tmp_path):
@@ -553,11 +528,6 @@ def of_fewer_parameters(folder):
     path.write_text(json.dumps(index))
 
 
-def of_more_experts(folder):
-    model = experts.make("Qwen3Moe", num_experts=16, num_hidden_layers=1)
-    model.save_pretrained(folder)
-
-
 # What is done to a checkpoint, and the line with which a run refuses it.
 CHANGES = {
     lambda folder: (folder / FOLDER / "index.json").unlink(): "no index.json: saving was interr",
@@ -565,7 +535,6 @@ CHANGES = {
     of_fewer_parameters: "has no optimizer state of lm_head.weight, which this run trains$",
     of_accelerate: "has the optimizer.s state in optimizer.bin, which a model that Distributed",
     half_of_a_trainers: "has the optimizer.s state in optimizer.pt, which a model that Distri",
-    of_more_experts: "holds 16 experts in a layer, but this run has 8$",
 }
 
 

@@ -114,9 +114,7 @@ def fsdp2_run(
     """Weights, log, optimizer steps and the policies taken under FSDP2, sharded by transformers at
     load."""
     model = LlamaForCausalLM.from_pretrained(
-        folder / "model",
-        distributed_config=DistributedConfig(**config),
-        dtype=torch.float32,
+        folder / "model", distributed_config=DistributedConfig(**config), dtype=torch.float32
     )
     updates = []
     trainer = flexseq_trainer(

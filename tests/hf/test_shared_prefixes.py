@@ -1,6 +1,5 @@
 """Steps whose rows share prefixes: the plain trainers' weights and figures, and what is spared."""
 
-import itertools
 import random
 from functools import partial
 
@@ -139,47 +138,6 @@ def test_random_plans_with_units_give_the_gradients_of_one_process(world_size):
     for by_rank in run_cases(under_random_plans, world_size, cases, **options):
         for worst in by_rank:
             assert {family: error for family, error in worst.items() if not error < 1e-10} == {}
-
-
-# ---- layers with a state
-
-
-def train_hybrid(rank, world_size, folder, family, checkpointed):
-    """The difference between shared prefixes and every row by itself, and what was spared."""
-    datasets.disable_progress_bars()
-
-    def run(shared):
-        trainer = trainer_of(
-            Trainer,
-            folder / shared,
-            model=make_hybrid(family),
-            flexseq={"shared_prefixes": shared, "max_tokens_per_rank": 120},
-            train_dataset=conversations(12, scale=4),
-            batch=12 // world_size,
-            max_steps=1,
-            gradient_checkpointing=checkpointed,
-        )
-        return trained(trainer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        keep_float64(patch)
-        apart, shared = run("off"), run("auto")
-    return difference(apart, shared), spared(apart), spared(shared)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "case",
-    others_nightly(
-        itertools.product(("Qwen3Next", "KimiLinear", "Bamba", "Lfm2"), (False, True)),
-        tried=[("Qwen3Next", True)],
-    ),
-)
-def test_models_with_recurrent_layers_share_prefixes(tmp_path, case):
-    for apart, nothing, tokens in run_ranks(train_hybrid, 2, tmp_path, *case, seconds=200):
-        assert_alike(apart, weights=1e-10)
-        assert nothing == 0
-        assert tokens > 500
 
 
 # ---- losses on whole samples

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.choices import choices_of
@@ -25,7 +24,6 @@ from tests.cost.test_choices import llama
 from tests.hf import hybrids, test_reach
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.test_checks import SIZES
 from tests.hf.test_reach import FAMILIES, make_model, plans_across, stays_in_float64  # noqa: F401
 from tests.hf.tiny import (
     VOCAB,
@@ -34,6 +32,7 @@ from tests.hf.tiny import (
     refused,
     tiny_arguments,
     tiny_llama,
+    tiny_model,
 )
 
 TOKENS = 11
@@ -287,9 +286,7 @@ def with_units():
     return model
 
 
-def starcoder(**options):
-    return Starcoder2ForCausalLM(Starcoder2Config(**{**SIZES, **options}))
-
+starcoder = partial(tiny_model, "Starcoder2", torch.float32)
 
 REASONS = {
     "residual_dropout=0.1": lambda: starcoder(residual_dropout=0.1),

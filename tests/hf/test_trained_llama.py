@@ -13,6 +13,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -308,13 +304,8 @@ def bounds(llama, stock, tmp_path_factory):
 # ---- the tests
 
 
-def made_by(function, *fixed, **options):
-    """`function(*fixed, ranks=..., **options)`, with options that a case may override."""
-
-    def make(ranks, **others):
-        return function(*fixed, ranks=ranks, **options | others)
-
-    return make
+def made(function, fixed, ranks, **options):
+    return function(*fixed, ranks=ranks, **options)
 
 
 def test_the_recipe_makes_the_tokens_that_trl_makes(llama, tmp_path):
@@ -326,36 +317,35 @@ def test_the_recipe_makes_the_tokens_that_trl_makes(llama, tmp_path):
         assert found["labels"] == wanted["labels"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ten_steps_on_completions_equal_trls(llama, tmp_path, stock, bounds, ranks):
-    make = made_by(of_trl, llama, tmp_path, "sft", ours=True, max_steps=LATE)
-    found = apart(make, ranks, stock, f"{ranks} ranks")
-    for step in (EARLY, LATE):
-        assert found[step] <= bounds[step]
+TEN = {"max_steps": LATE}
+CHECKPOINTED = {"gradient_checkpointing": True}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ulysses_with_heads_that_the_ranks_do_not_divide(llama, tmp_path, stock, bounds, ranks):
+def ulysses(ranks):
     """Three heads of keys: two ranks repeat them, three have one each."""
-    every = {"planner": "static", "sp_degree": ranks, "strategy": "ulysses"}
-    make = made_by(of_trl, llama, tmp_path, "sft", ours=True, flexseq=every)
-    assert apart(make, ranks, stock, f"ulysses of {ranks}")[EARLY] <= bounds[EARLY]
+    return {"flexseq": {"planner": "static", "sp_degree": ranks, "strategy": "ulysses"}}
 
 
-def test_checkpointing_equals_trls(llama, tmp_path, stock, bounds):
-    make = made_by(of_trl, llama, tmp_path, "sft", ours=True, gradient_checkpointing=True)
-    assert apart(make, 2, stock, "checkpointing")[EARLY] <= bounds[EARLY]
+# by name: ranks, the function that makes the trainer, its options
+RUNS = {
+    **{f"{ranks} ranks": (ranks, of_trl, TEN) for ranks in (2, 3, 4)},
+    **{f"ulysses of {ranks}": (ranks, of_trl, ulysses(ranks)) for ranks in (2, 3)},
+    "checkpointing": (2, of_trl, CHECKPOINTED),
+    "FSDP2": (2, of_transformers, {"sharded": True}),
+    "two stages": (2, of_transformers, {"pipeline_parallel_size": 2}),
+}
 
 
-def test_a_sharded_model_equals_trls(llama, tmp_path, stock, bounds):
-    make = made_by(of_transformers, llama, tmp_path, sharded=True)
-    assert apart(make, 2, stock, "FSDP2")[EARLY] <= bounds[EARLY]
-
-
-def test_two_stages_equal_trl(llama, tmp_path, stock, bounds):
-    make = made_by(of_transformers, llama, tmp_path, pipeline_parallel_size=2)
-    found = apart(make, 2, stock, "two stages", pipeline=True)
-    assert found[EARLY] <= bounds[EARLY]
+@pytest.mark.parametrize("name", RUNS)
+def test_steps_on_completions_equal_trls(llama, tmp_path, stock, bounds, name):
+    ranks, function, options = RUNS[name]
+    fixed = (llama, tmp_path)
+    if function is of_trl:
+        fixed, options = (*fixed, "sft"), {"ours": True, **options}
+    make = partial(made, function, fixed)
+    found = apart(make, ranks, stock, name, pipeline=name == "two stages", **options)
+    for step, distance in found.items():
+        assert distance <= bounds[step]
 
 
 def resumed(rank, world_size, llama, folder, stock):
@@ -379,23 +369,25 @@ def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
     logged = zip(losses(trainer), stock[1], strict=False)
     losses_within = 2 * max(abs(one / wanted - 1) for one, wanted in logged)
     print(f"TRL in bf16: {theirs}, losses {losses_within / 2}")
-    make = made_by(of_trl, llama, tmp_path, "sft", ours=True, bf16=True)
+    make = partial(made, of_trl, (llama, tmp_path, "sft"), ours=True, bf16=True)
     found = apart(make, 2, stock, "bf16", losses_within=losses_within)
     assert found[EARLY] <= 1.2 * theirs
 
 
+def assert_equal_to_trl(model, folder, name, kind="sft", **options):
+    """Compare with a stock run of the same options, by the bounds of these."""
+    kept = stock_run(model, folder / "stock", kind, **options)
+    bounds = bounds_of(model, folder, kept, kind, **options)
+    make = partial(made, of_trl, (model, folder, kind), ours=True, **options)
+    assert apart(make, 2, kept, name)[EARLY] <= bounds[EARLY]
+
+
 def test_adapters_equal_trls(llama, tmp_path):
-    kept = stock_run(llama, tmp_path / "stock", lora=True)
-    bounds = bounds_of(llama, tmp_path, kept, lora=True)
-    make = made_by(of_trl, llama, tmp_path, "sft", ours=True, lora=True)
-    assert apart(make, 2, kept, "LoRA")[EARLY] <= bounds[EARLY]
+    assert_equal_to_trl(llama, tmp_path, "LoRA", lora=True)
 
 
 def test_preferences_with_shared_prompts_equal_trls(llama, tmp_path):
-    kept = stock_run(llama, tmp_path / "stock", "dpo", learning_rate=5e-6)
-    bounds = bounds_of(llama, tmp_path, kept, "dpo", learning_rate=5e-6)
-    make = made_by(of_trl, llama, tmp_path, "dpo", ours=True, learning_rate=5e-6)
-    assert apart(make, 2, kept, "DPO")[EARLY] <= bounds[EARLY]
+    assert_equal_to_trl(llama, tmp_path, "DPO", "dpo", learning_rate=5e-6)
 
 
 def test_the_recipes_checkpoint_generates_in_plain_transformers(llama, tmp_path):
@@ -435,7 +427,4 @@ def test_a_gemma_with_windows_equals_trl(tmp_path):
     config = json.loads((gemma / "config.json").read_text())
     config["sliding_window"] = CAP // 2  # the longest rows are longer
     (gemma / "config.json").write_text(json.dumps(config))
-    kept = stock_run(gemma, tmp_path / "stock")
-    bounds = bounds_of(gemma, tmp_path, kept)
-    make = made_by(of_trl, gemma, tmp_path, "sft", ours=True)
-    assert apart(make, 2, kept, "Gemma")[EARLY] <= bounds[EARLY]
+    assert_equal_to_trl(gemma, tmp_path, "Gemma")

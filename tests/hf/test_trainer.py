@@ -27,22 +27,22 @@ OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters)
 
 
 def training_arguments(cls, folder, *, batch, accumulation, **options):
+    defaults = {
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": 0.5,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "learning_rate": 1e-2,
+        "max_steps": budget.trainer_steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     return cls(
         output_dir=str(folder),
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
-        lr_scheduler_type="linear",
-        max_grad_norm=0.5,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **{
-            "learning_rate": 1e-2,
-            "max_steps": budget.trainer_steps,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            **options,
-        },
+        **{**defaults, **options},
     )
 
 
@@ -65,34 +65,16 @@ def padded(examples, multiple=1):
         return torch.tensor([e[name] + [value] * (width - len(e[name])) for e in examples])
 
     lengths = torch.tensor([len(e["input_ids"]) for e in examples])
-    return {
-        "input_ids": pad("input_ids", 0),
-        "labels": pad("labels", -100),
-        "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
-    }
+    values = {"input_ids": 0, "labels": -100, "shift_labels": -100}
+    batch = {name: pad(name, value) for name, value in values.items() if name in examples[0]}
+    return {**batch, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
 
 
-def float64_loss(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
-    """transformers' causal loss without its cast to float32."""
-    targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
+def float64_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **given):
+    """transformers' causal loss without its cast to float32; a mean without a count of items."""
+    targets = F.pad(labels, (0, 1), value=-100)[..., 1:] if shift_labels is None else shift_labels
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return total / num_items_in_batch
-
-
-def mean_or_sum(logits, labels, vocab_size, num_items_in_batch=None, **given):
-    """`float64_loss`, also without a count of items."""
-    if num_items_in_batch is None:
-        num_items_in_batch = (labels[:, 1:] != -100).sum()
-    return float64_loss(logits, labels, vocab_size, num_items_in_batch)
-
-
-def loss_of_targets(logits, labels, vocab_size, num_items_in_batch=None, **given):
-    """A loss function of the user's own, which reads `shift_labels` where there are any."""
-    targets = given.get("shift_labels")
-    if targets is None:
-        targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return total / num_items_in_batch
+    return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def dataset(size=72):

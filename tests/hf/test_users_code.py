@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from trl import SFTTrainer
@@ -14,17 +13,14 @@ from trl import SFTTrainer
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.steps.collator import OTHER_ROWS
-from hf_flexseq.steps.users_code import (
-    is_known,
-    users_forward_hooks,
-    users_modules,
-)
-from tests.differential.case import sft_trainer
+from hf_flexseq.steps.users_code import is_known, users_forward_hooks, users_modules
+from tests.differential.case import Case, sft_trainer
+from tests.differential.runs import here
 from tests.hf.test_overrides import make
 from tests.hf.test_own_losses import Focal, figures_of
-from tests.hf.test_trainer import dataset, logged, loss_of_targets, mean_or_sum, padded
+from tests.hf.test_trainer import dataset, float64_loss, logged, padded
 from tests.hf.tiny import VOCAB, refused, tiny_llama
-from tests.hf.trainers import assert_logged_alike, trained, weights_apart
+from tests.hf.trainers import assert_logged_alike, weights_apart
 from tests.ranks import run_cases
 
 
@@ -162,7 +158,7 @@ def hooked():
 def hooked_with_own_loss():
     """Under a hook on its head a model keeps its own loss, with logits."""
     model = hooked()
-    model.loss_function = loss_of_targets
+    model.loss_function = float64_loss
     return model
 
 
@@ -170,7 +166,6 @@ def hooked_with_own_loss():
 @pytest.mark.parametrize(
     ("base", "model", "rel"),
     [
-        (Scales, tiny_llama, 1e-6),
         (PassesItems, tiny_llama, 1e-6),
         (changing_inputs(replaced_tokens), tiny_llama, 1e-6),
         (SkipsCounts, tiny_llama, 1e-6),
@@ -179,7 +174,6 @@ def hooked_with_own_loss():
         (changing_inputs(first_token_replaced), tiny_llama, 1e-6),
         (Means, tiny_llama, 1e-6),
         (Unscaled, tiny_llama, 1e-6),
-        (changing_loss(with_penalty), tiny_llama, 1e-6),
         (changing_loss(times_rows), tiny_llama, 1e-6),
         (changing_loss(with_ids), tiny_llama, 1e-6),
         (changing_loss(at_random), tiny_llama, 1e-6),
@@ -189,13 +183,17 @@ def hooked_with_own_loss():
     ],
 )
 def test_users_code_trains_as_under_the_plain_trainer(tmp_path, base, model, rel):
-    runs = []
-    for how in ("stock", "mixin"):
-        own = model()
-        if how == "stock" and not issubclass(base, Focal):
-            own.loss_function = mean_or_sum
-        trainer = make(base, tmp_path, how=how, model=own, eval_strategy="no")
-        runs.append(trained(trainer))
+    case = Case(
+        base=base,
+        model=model,
+        batch=8,
+        accumulation=2,
+        stock_loss=None if issubclass(base, Focal) else float64_loss,
+        stock_settings={"batch": 4, "accumulation": 2},
+        settings={"max_steps": 2},
+        flexseq={"max_tokens_per_rank": 61},
+    )
+    runs = here(case, tmp_path)
     assert weights_apart(*runs) < 1e-8
     assert_logged_alike(*runs, ["loss"], rel=rel)
 
@@ -296,13 +294,9 @@ def mean_of_log_probs(outputs, labels, num_items_in_batch=None):
     ],
 )
 def test_losses_of_the_users_on_the_sft_trainer(tmp_path, base, settings):
-    runs = []
-    for flexseq in (None, {"max_tokens_per_rank": 64}):
-        model = tiny_llama()
-        if flexseq is None:
-            model.loss_function = mean_or_sum
-        trainer = sft_trainer(base, tmp_path, 4, flexseq=flexseq, model=model, **settings)
-        runs.append(trained(trainer))
+    options = {"max_tokens_per_rank": 64}
+    case = Case(base=base, settings=settings, stock_loss=float64_loss, flexseq=options)
+    runs = here(case, tmp_path)
     assert weights_apart(*runs) < 2e-6
     figures = ["loss", "grad_norm"]
     if base is ScalesSft or "compute_loss_func" in settings:
@@ -475,28 +469,7 @@ def test_changed_labels_gradients_and_calls_are_refused(tmp_path, base, said):
     refuses_to_train(base, tmp_path, said)
 
 
-# ---- modules and hooks
-
-
-class Mixes(nn.Module):
-    """Adds the mean over the row to every token."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x) + x.mean(dim=1, keepdim=True)
-
-
-def mixing():
-    model = tiny_llama()
-    model.model.layers[0].mlp = Mixes(model.model.layers[0].mlp)
-    return model
-
-
-def rolled(module, args, output):
-    return output + 0.1 * output.roll(1, dims=1)
+# ---- hooks, besides those of `test_replaced_code.py`
 
 
 def masks_all(module, args, kwargs):
@@ -509,17 +482,6 @@ def test_a_hook_on_the_model_leaves_the_labels_of_a_micro_batch(tmp_path):
     model.register_forward_pre_hook(masks_all, with_kwargs=True)
     said = "FlexTrainer or a hook changes the labels of a micro-batch.*data_collator"
     refuses_to_train(Trainer, tmp_path, said, model=model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", [Trainer, Focal])
-def test_modules_and_hooks_that_mix_tokens_of_a_row_are_refused(tmp_path, base):
-    said = r"model\.layers\.0\.mlp \(Mixes\): two sequences"
-    refuses_to_train(base, tmp_path, said, model=mixing())
-    model = tiny_llama()
-    model.model.embed_tokens.register_forward_hook(rolled)
-    said = r"rolled on model\.embed_tokens: two sequences"
-    refuses_to_train(base, tmp_path, said, model=model)
 
 
 def doubles_the_loss(module, args, outputs):

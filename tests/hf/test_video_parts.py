@@ -186,10 +186,7 @@ def assert_divided(name, by_rank):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("world_size", "cases"),
-    [
-        (2, [("qwen2_vl", None), ("qwen2_5_vl", "tower")]),
-        (3, [("qwen3_vl", None)]),
-    ],
+    [(2, [("qwen2_vl", None), ("qwen2_5_vl", "tower")]), (3, [("qwen3_vl", None)])],
 )
 def test_divided_videos_equal_one_process(world_size, cases):
     cases = [(name, "ddp", False, freeze, COUNTS, 1) for name, freeze in cases]

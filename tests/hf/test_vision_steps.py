@@ -19,6 +19,7 @@ from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.source_row import source_row
 from tests.costs import simple_cost
+from tests.hf.random_steps import own_batches
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors
 from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
@@ -26,7 +27,6 @@ from tests.hf.vision_runs import (
     COUNTS,
     frozen,
     is_of_tower,
-    rank_batches,
     sharded,
     vision_reference,
     worst_errors,
@@ -53,7 +53,7 @@ def errors_of_steps(rank, world_size):
         for seed, counts in enumerate(STEPS):
             examples = vision_examples("qwen3_vl", counts, seed=seed)
             _, wanted = vision_reference(tiny_vision_model("qwen3_vl"), examples)
-            for item in engine.steps(rank_batches(examples, rank, world_size), 2):
+            for item in engine.steps(own_batches(examples, rank, world_size), 2):
                 item.backward(wrapped)
             of_step, has_tower = {}, set()
             for name, parameter in model.named_parameters():
@@ -97,7 +97,7 @@ def tower_runs_with_router_loss(rank, world_size, keeps_graph):
         engine.attach(model)
         assert engine.whole_model.router is not None
         examples = vision_examples("qwen3_vl_moe", STEPS[0])
-        for item in engine.steps(rank_batches(examples, rank, world_size), 2):
+        for item in engine.steps(own_batches(examples, rank, world_size), 2):
             item.backward(model)
             assert item.step.passes == 2
             runs = item.step.images.runs
@@ -116,7 +116,7 @@ def runs_of_a_forward_only_step(rank, world_size):
     model = frozen(tiny_vision_model("qwen3_vl"), "tower")
     engine = RandomPlanEngine(Accelerator(cpu=True), seed=3)
     engine.attach(model)
-    rows = rank_batches(vision_examples("qwen3_vl", STEPS[0]), rank, world_size)[:1]
+    rows = own_batches(vision_examples("qwen3_vl", STEPS[0]), rank, world_size)[:1]
     step = engine.step_of(iter(rows), number=0, forward_only=True)
 
     def figures(inputs):

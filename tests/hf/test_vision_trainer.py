@@ -9,13 +9,13 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqTrainer
 from tests.budget import others_nightly
+from tests.hf.objectives import Case, run_case
 from tests.hf.test_metrics import at_tokens, best
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import logged
@@ -23,7 +23,6 @@ from tests.hf.trainers import (
     assert_logged_alike,
     difference,
     distance,
-    loss_of_squares,
     trained,
     trainer_of,
     weights_apart,
@@ -50,10 +49,7 @@ SETTINGS = {
     "zero2": {},
     "zero3": {},
 }
-STAGES = {
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0},
-}
+STAGES = {"zero2": {"stage": 2}, "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
 def with_pixels(examples):
@@ -167,24 +163,16 @@ def test_a_text_model_with_options_of_its_own_makes_no_cache(tmp_path):
 
 def own_losses(rank, world_size, folder):
     """How far ours is from the plain Trainer on the same rank."""
-    found = []
-    for flexseq in (None, {"max_tokens_per_rank": 40}):
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        examples = vision_examples("qwen3_vl", IMAGES * 2)
-        trainer = trainer_of(
-            Trainer,
-            folder,
-            model=tiny_vision_model("qwen3_vl"),
-            flexseq=flexseq,
-            data_collator=with_pixels,
-            train_dataset=examples,
-            eval_dataset=examples[:4],
-            compute_loss_func=loss_of_squares,
-            prediction_loss_only=True,
+    case = Case(kind="own", evaluates=True, settings={"learning_rate": 1e-2})
+    examples = vision_examples("qwen3_vl", IMAGES * 2)
+    data = {"train_dataset": examples, "eval_dataset": examples[:4]}
+    runs = []
+    for is_ours in (False, True):
+        model = tiny_vision_model("qwen3_vl")
+        runs.append(
+            run_case(case, is_ours, folder, model=model, data_collator=with_pixels, **data)
         )
-        found.append(trained(trainer, evaluates=True))
-    return difference(*found)
+    return difference(*runs)
 
 
 @pytest.mark.nightly

@@ -1,34 +1,23 @@
 """TRL's trainers on images, with a processor: the plain trainer's weights and figures."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig
 from transformers import AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
-from trl import (
-    DistillationConfig,
-    DistillationTrainer,
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import SFTTrainer
 
+from hf_flexseq import FlexSeqArguments
 from hf_flexseq.steps.features import StepImages
 from tests.budget import others_nightly
-from tests.hf.trainers import Difference, Run, difference, trained, trainer_of
+from tests.differential.case import Case as SftCase
+from tests.differential.runs import both
+from tests.hf.objectives import OPTIONS, Case, run_case
+from tests.hf.trainers import Difference, Run, difference
 from tests.hf.vision import tiny_vision_model
 from tests.hf.vision_processor import (
     completions,
@@ -39,7 +28,7 @@ from tests.hf.vision_processor import (
     texts,
     vision_processor,
 )
-from tests.ranks import run_cases, run_ranks
+from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
 
@@ -58,75 +47,74 @@ def assert_alike(apart: Difference) -> None:
 # ---- SFT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sft:
-    """What SFTTrainer trains on, and its settings besides those of all cases."""
-
-    data: Callable[[int], Any]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+def sft(data: Any, **settings: Any) -> SftCase:
+    """A case of SFTTrainer on some of the data of `vision_processor.py`."""
+    defaults = {
+        "train_dataset": data(20),
+        "eval_dataset": data(7),
+        "per_device_eval_batch_size": 2,
+        "dataset_kwargs": None,
+        "processing_class": vision_processor(),
+        "train_sampling_strategy": "sequential",
+    }
+    return SftCase(
+        base=SFTTrainer,
+        model=partial(tiny_vision_model, "qwen3_vl"),
+        settings={**defaults, **settings},
+        stock_settings={"per_device_eval_batch_size": 7},
+        flexseq={"max_tokens_per_rank": 30},
+        evaluates=True,
+    )
 
 
 SFT = {
-    "completions": Sft(data=completions),
-    "talks": Sft(data=talks),
+    "completions": lambda: sft(completions),
+    "talks": lambda: sft(talks),
     # TRL takes the column of texts for one that it does not read
-    "texts": Sft(data=texts, settings={"remove_unused_columns": False}),
-    "lora": Sft(
-        data=completions, settings={"peft_config": LORA, "activation_checkpointing": True}
-    ),
+    "texts": lambda: sft(texts, remove_unused_columns=False),
+    "lora": lambda: sft(completions, peft_config=LORA, gradient_checkpointing=True),
 }
-
-
-def sft_run(rank: int, world_size: int, name: str, folder: Path) -> Run:
-    """A run of ours on two ranks, of stock on one."""
-    case, ours = SFT[name], world_size > 1
-    torch.manual_seed(5)
-    defaults = {"activation_checkpointing": False}
-    trainer = trainer_of(
-        SFTTrainer,
-        folder,
-        config=SFTConfig,
-        flexseq={"max_tokens_per_rank": 30} if ours else None,
-        batch=4 // world_size,
-        model=tiny_vision_model("qwen3_vl"),
-        train_dataset=case.data(20),
-        eval_dataset=case.data(7),
-        per_device_eval_batch_size=2 if ours else 7,
-        data_collator=None,
-        processing_class=vision_processor(),
-        max_length=None,
-        max_steps=3,
-        bf16=False,
-        train_sampling_strategy="sequential",
-        **(defaults | case.settings),
-    )
-    return trained(trainer, evaluates=True)
 
 
 @pytest.mark.parametrize("name", others_nightly(SFT, tried=["completions"]))
 def test_sft_on_two_ranks_trains_as_on_one(tmp_path, name):
-    by_rank = run_ranks(sft_run, 2, name, tmp_path, seconds=120)
-    stock = sft_run(0, 1, name, tmp_path)
-    for ours in by_rank:
-        assert_alike(difference(stock, ours))
+    for _, stock, by_rank in both({name: SFT[name]()}, tmp_path, seconds=120):
+        for ours in by_rank:
+            assert_alike(difference(stock, ours))
 
 
 # ---- losses on whole samples
 
 
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A trainer whose loss is computed on the source ranks, and how it is set."""
+class Whole(NamedTuple):
+    """A trainer whose loss is computed on the source ranks."""
 
-    kind: str
-    """A key of KINDS."""
-
+    case: Case
     family: str = "qwen3_vl"
     """Of `tests/hf/vision_families.py`."""
-
-    accumulation: int = 1
     cap: int = FEW
-    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def whole(
+    kind: str,
+    *,
+    accumulation: int = 1,
+    family: str = "qwen3_vl",
+    cap: int = FEW,
+    adapted: bool = False,
+    **settings: Any,
+) -> Whole:
+    settings = {"learning_rate": 0.05, **settings}
+    case = Case(
+        kind=kind,
+        steps=2,
+        accumulation=accumulation,
+        rows=24,
+        evaluates=True,
+        reference=not adapted,
+        settings=settings,
+    )
+    return Whole(case, family, cap)
 
 
 def reward(completions: Any, **given: Any) -> list[float]:
@@ -139,82 +127,48 @@ def loaded(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
 
 
-_ROLLING_OUT = {
-    "beta": 0.1,
-    "num_generations": 4,
-    "max_completion_length": 12,
-    "reward_funcs": reward,
-    "batch": 4,
-    "per_device_eval_batch_size": 4,
-}
-# trainer, its configuration, its data, its settings
-KINDS = {
-    "dpo": (DPOTrainer, DPOConfig, pairs, {"beta": 0.5, "max_length": None}),
-    "kto": (KTOTrainer, KTOConfig, labelled, {"beta": 0.5, "max_length": None}),
-    "grpo": (GRPOTrainer, GRPOConfig, prompts, _ROLLING_OUT),
-    "rloo": (RLOOTrainer, RLOOConfig, prompts, _ROLLING_OUT),
-    "distillation": (
-        DistillationTrainer,
-        DistillationConfig,
-        prompts,
-        {"beta": 0.5, "max_completion_length": 12},
-    ),
-}
-OF_OWN = "a reference or teacher of its own"
+DATA = {"dpo": pairs, "kto": labelled}
+# the argument that takes a reference or teacher of its own
+OTHER_MODELS = {"dpo": "ref_model", "kto": "ref_model", "distillation": "teacher_model"}
 WHOLE = {
-    "dpo": Whole(kind="dpo", settings={"ref_model": OF_OWN}),
-    "dpo in one micro-batch": Whole(kind="dpo", cap=MANY, settings={"ref_model": OF_OWN}),
-    "dpo, accumulated": Whole(
-        kind="dpo",
-        accumulation=2,
-        settings={"ref_model": OF_OWN, "activation_checkpointing": True},
-    ),
-    "dpo, recurrent layers": Whole(
-        kind="dpo", family="qwen3_5", cap=MANY, settings={"ref_model": OF_OWN}
-    ),
-    "dpo, adapters": Whole(kind="dpo", settings={"peft_config": LORA}),
-    "kto": Whole(kind="kto", accumulation=2, settings={"ref_model": OF_OWN}),
-    "grpo": Whole(kind="grpo"),
-    "grpo, again": Whole(
-        kind="grpo",
-        accumulation=2,
-        settings={"num_iterations": 2, "steps_per_generation": 4},
-    ),
-    "grpo, adapters": Whole(kind="grpo", settings={"peft_config": LORA}),
-    "rloo": Whole(kind="rloo"),
-    "distillation": Whole(kind="distillation", settings={"teacher_model": OF_OWN}),
+    "dpo": whole("dpo"),
+    "dpo in one micro-batch": whole("dpo", cap=MANY),
+    "dpo, accumulated": whole("dpo", accumulation=2, gradient_checkpointing=True),
+    "dpo, recurrent layers": whole("dpo", family="qwen3_5", cap=MANY),
+    "dpo, adapters": whole("dpo", adapted=True),
+    "kto": whole("kto", accumulation=2),
+    "grpo": whole("grpo"),
+    "grpo, again": whole("grpo", accumulation=2, num_iterations=2, steps_per_generation=4),
+    "grpo, adapters": whole("grpo", adapted=True),
+    "rloo": whole("rloo"),
+    "distillation": whole("distillation"),
 }
 
 
-def whole_run(case: Whole, folder: Path, *, ours: bool) -> Run:
-    """Train and evaluate a trainer of a case on this rank."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    torch.manual_seed(5)
-    cls, config, data, settings = KINDS[case.kind]
-    defaults = {"activation_checkpointing": False, "batch": 2, "learning_rate": 0.05}
-    given = {**defaults, **settings, **case.settings}
-    for name, value in given.items():
-        if value == OF_OWN:
-            given[name] = tiny_vision_model(case.family, seed=1)
-            # eager attention makes NaN of padding on the left in float64
-            given[name].set_attn_implementation("sdpa")
-    trainer = trainer_of(
-        cls,
-        folder / "out",
-        config=config,
-        flexseq={"max_tokens_per_rank": case.cap} if ours else None,
-        accumulation=case.accumulation,
-        model=loaded(folder / case.family),
+def whole_run(one: Whole, folder: Path, *, ours: bool, **given: Any) -> Run:
+    """Train and evaluate a trainer of a case on this rank. given: arguments of the trainer."""
+    kind, data = one.case.kind, DATA.get(one.case.kind, prompts)
+    if not one.case.reference:  # adapters, in place of a reference of its own
+        given["peft_config"] = LORA
+    elif kind in OTHER_MODELS:
+        other = tiny_vision_model(one.family, seed=1)
+        # eager attention makes NaN of padding on the left in float64
+        other.set_attn_implementation("sdpa")
+        given.setdefault(OTHER_MODELS[kind], other)
+    if kind in ("grpo", "rloo"):
+        given["reward_funcs"] = reward
+    if ours:
+        given["flexseq_args"] = FlexSeqArguments(**OPTIONS | {"max_tokens_per_rank": one.cap})
+    return run_case(
+        one.case,
+        ours,
+        folder,
+        model=loaded(folder / one.family),
         train_dataset=data(24),
         eval_dataset=data(4),
-        data_collator=None,
         processing_class=vision_processor(),
-        max_steps=2,
-        bf16=False,
         **given,
     )
-    return trained(trainer, evaluates=True)
 
 
 def compare(
@@ -244,7 +198,7 @@ def apart_by_rank(names: list[str], folder: Path) -> list[Any]:
 
 
 def check_case(name: str, by_rank: Any) -> None:
-    case = WHOLE[name]
+    kind = WHOLE[name].case.kind
     for apart, runs in by_rank:
         assert_alike(apart)
         trained_steps = [of_step for of_step in runs if of_step[1]]
@@ -254,8 +208,8 @@ def check_case(name: str, by_rank: Any) -> None:
             # and once for a reference that was not asked while samples were made; the images of a
             # teacher are counted for themselves
             # GRPO's runs again as long as it equals the policy
-            most = 2 if case.kind in ("dpo", "kto", "grpo") else 1
-            assert times == most or (case.kind == "grpo" and times == 1)
+            most = 2 if kind in ("dpo", "kto", "grpo") else 1
+            assert times == most or (kind == "grpo" and times == 1)
 
 
 def test_losses_on_whole_samples_are_those_of_the_plain_trainers(tmp_path):
@@ -275,6 +229,5 @@ def test_a_teacher_of_text_distills_no_images(tmp_path):
     tiny_vision_model("qwen3_vl").save_pretrained(tmp_path / "qwen3_vl")
     config = tiny_vision_model("qwen3_vl").config.text_config
     teacher = Qwen3ForCausalLM(Qwen3Config(**config.to_dict() | {"model_type": "qwen3"})).double()
-    case = Whole(kind="distillation", settings={"teacher_model": teacher})
     with pytest.raises(NotImplementedError, match="no images from a Qwen3ForCausalLM"):
-        whole_run(case, tmp_path, ours=True)
+        whole_run(WHOLE["distillation"], tmp_path, ours=True, teacher_model=teacher)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.plan import Plan
@@ -44,6 +45,22 @@ def tiny_llama(dtype=torch.float64, seed=0, cls=LlamaForCausalLM, **config):
     """
     torch.manual_seed(seed)
     return with_torch_norms(cls(LlamaConfig(**{**SIZES, **config}))).to(dtype)
+
+
+def tiny_model(name, dtype=torch.float64, **config):
+    """A model of two layers of another family, as transformers names it."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, name + "ForCausalLM")
+    return cls(cls.config_class(**{**SIZES, **config})).to(dtype)
+
+
+def tiny_gpt2(dtype=torch.float64):
+    """GPT-2, whose options have names of their own, without dropout."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=1)
+    return GPT2LMHeadModel(config).to(dtype)
 
 
 def with_torch_norms(model):

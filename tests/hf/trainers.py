@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from tests.hf.test_exactness import whole
+from tests.hf.random_steps import whole
 from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama
 
@@ -69,6 +69,13 @@ def trainer_of(
     if given["data_collator"] is None:
         del given["data_collator"]  # which some trainers of TRL do not take
     return base(**given)
+
+
+class OwnLoss(Trainer):
+    """A user's loss, on its own batches."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
 
 
 def loss_of_squares(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:

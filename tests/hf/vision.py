@@ -7,23 +7,59 @@ rows of features of this image alone.
 
 import random
 from functools import lru_cache
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import PreTrainedConfig
 
+from hf_flexseq.hf.model import small
+from tests.hf.model_families import GIVEN, image_families
 from tests.hf.test_reach import keep_float64
-from tests.hf.vision_families import END, FAMILIES, IMAGE, START, VIDEO
+from tests.hf.vision_families import END, FAMILIES, IMAGE, OTHERS, START, VIDEO
+
+TOKENS = {"image_token": IMAGE, "video_token": VIDEO}
+TOKENS |= {"vision_start_token": START, "vision_end_token": END}
+
+
+def tiny_config(name, **changes):
+    """The configuration of a tiny model of a family: a layer of each kind, two at least. changes:
+    options in place of the family's own."""
+    options = _joined_options(GIVEN.get(name, {}), FAMILIES[name].options)
+    with mock.patch.object(small, "LAYERS", 2):
+        config = small.small_config(image_families()[name].kind, {**options, **changes})
+    _set(config, FAMILIES[name].options)
+    others = iter(OTHERS)
+    for option in small._tokens_of_parts(config, vars(config)):
+        token = TOKENS.get(option.removesuffix("_id").removesuffix("_index"))
+        setattr(config, option, next(others) if token is None else token)
+    return config
+
+
+def _set(config, options):
+    """Give a configuration and its parts sizes that are not those of all small ones."""
+    for option, value in options.items():
+        if isinstance(getattr(config, option), PreTrainedConfig):
+            _set(getattr(config, option), value)
+        else:
+            setattr(config, option, value)
+
+
+def _joined_options(first, second):
+    """Options of a configuration and of its parts."""
+    joined = {**first, **second}
+    for name in first.keys() & second.keys():
+        if isinstance(first[name], dict):
+            joined[name] = {**first[name], **second[name]}
+    return joined
 
 
 def tiny_vision_model(name, seed=0):
     """A tiny model of a family, in float64, that computes attention and experts plainly."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(name, **FAMILIES[name].config)
-    kind = AutoModelForImageTextToText._model_mapping[type(config)]
-    if isinstance(kind, tuple):
-        kind = kind[0]
-    model = kind._from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model = image_families()[name].kind._from_config(
+        tiny_config(name), attn_implementation="eager", experts_implementation="eager"
+    )
     for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.any():  # features of zeros have no direction
             torch.nn.init.normal_(parameter, std=0.1)

@@ -10,12 +10,10 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.probe import lively_copy
-from tests.hf.test_exactness import whole
-from tests.hf.tiny import RandomPlanEngine, relative_errors, taken_gradients
+from tests.hf.random_steps import attached, errors, own_batches, random_steps, worst_of
+from tests.hf.tiny import RandomPlanEngine, taken_gradients
 from tests.hf.vision import called_with, keep_all_float64, tiny_vision_model, vision_examples
 from tests.no_graph import without_graphs
 
@@ -49,14 +47,6 @@ def vision_reference(model, examples):
     return float(total.detach()) / targets, taken_gradients(model)
 
 
-def rank_batches(examples, rank, world_size):
-    """What a rank's dataloader gives: two batches of every world_size-th example."""
-    mine = examples[rank::world_size]
-    half = len(mine) // 2
-    collate = DataCollatorForFlexSeq()
-    return [collate(part) for part in (mine[:half], mine[half:]) if part]
-
-
 def is_of_tower(name):
     return not name.startswith(("model.language_model", "lm_head"))
 
@@ -88,44 +78,27 @@ def worst_errors(
         keep_all_float64(patch)
         examples = vision_examples(name, counts, videos=VIDEOS)
         reference = frozen(lively_model(name), freeze)
-        wanted_loss, wanted = vision_reference(reference, examples)
+        wanted = vision_reference(reference, examples)
         model = frozen(lively_model(name), freeze)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if sharding == "fsdp2":
             sharded(model)
-        model.train()
-        engine = RandomPlanEngine(
-            Accelerator(cpu=True),
-            seed=7 * world_size,
+        engine = attached(
+            model.train(),
+            7 * world_size,
             accepts=lambda plan: plans > 1 or len(plan.micro_batches) > 1,
             max_tokens_per_rank=5000,
         )
-        engine.attach(model)
-        wrapped = model
-        if sharding == "ddp" and world_size > 1:
-            # The last norm of CLIP's tower is not used.
-            wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-        worst = {"loss": 0.0, "gradients": 0.0, "runs": set(), "micro_batches": set()}
-        for _ in range(plans):
-            for item in engine.steps(rank_batches(examples, rank, world_size), 2):
-                loss = item.backward(wrapped)
-                worst["runs"].add(item.step.images.runs)
-                worst["micro_batches"].add(len(item.plan.micro_batches))
-            if world_size > 1:
-                torch.distributed.all_reduce(loss)
-            found = {}
-            for parameter_name, parameter in model.named_parameters():
-                gradient = parameter.grad
-                if gradient is None:
-                    gradient = torch.zeros_like(parameter)
-                found[parameter_name] = whole(gradient).double()
-            model.zero_grad()
-            errors = relative_errors(found, wanted)
-            worst["loss"] = max(worst["loss"], abs(float(loss) / world_size / wanted_loss - 1))
-            worst["gradients"] = max(worst["gradients"], *errors.values())
-        engine.detach()
-        return worst
+        # The last norm of CLIP's tower is not used.
+        ddp = {"find_unused_parameters": True} if sharding == "ddp" and world_size > 1 else None
+        batches = own_batches(examples, rank, world_size)
+        found, runs, micro_batches = [], set(), set()
+        for item, loss, gradients in random_steps(engine, model, batches, ddp=ddp, plans=plans):
+            runs.add(item.step.images.runs)
+            micro_batches.add(len(item.plan.micro_batches))
+            found.append(errors(loss, gradients, wanted))
+        return {**worst_of(found), "runs": runs, "micro_batches": micro_batches}
 
 
 # ---- a pixel changes
@@ -169,7 +142,7 @@ def hidden_of_ranks(engine, model, examples, rank, world_size):
     note_call.__module__ = note_row.__module__ = "torch"
     begin = model.register_forward_pre_hook(note_call, with_kwargs=True)
     noting = head_of(model).register_forward_pre_hook(note_row)
-    for item in engine.steps(rank_batches(examples, rank, world_size), 2):
+    for item in engine.steps(own_batches(examples, rank, world_size), 2):
         item.backward(model)
     model.zero_grad()
     begin.remove()

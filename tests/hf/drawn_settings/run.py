@@ -24,8 +24,8 @@ from tests.hf.drawn_settings import sources
 from tests.hf.drawn_settings.case import CHANGES
 from tests.hf.drawn_settings.options import ON_SAMPLES
 from tests.hf.drawn_settings.verdicts import Judged, Outcome, Verdict, of_both, of_refusal
-from tests.hf.objectives import word_tokenizer
-from tests.hf.trainers import weights_of
+from tests.hf.test_trainer import float64_loss, training_arguments
+from tests.hf.trainers import weights_of, word_tokenizer
 from tests.ranks import run_ranks
 
 RANKS = 2
@@ -53,7 +53,7 @@ def make_trainer(case, is_ours, folder):
     arguments = _arguments(case, folder)
     if not is_ours and case.trainer == "trainer":
         # stock computes its loss in the model's dtype, as hf_flexseq does
-        base_of(arguments["model"]).loss_function = sources.wide_loss
+        base_of(arguments["model"]).loss_function = float64_loss
     for change in changes:
         if change.model is not None:
             change.model(arguments["model"])
@@ -77,23 +77,15 @@ def make_trainer(case, is_ours, folder):
 
 
 def _configuration(case, config, folder):
-    settings = {
-        "output_dir": str(folder),
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "linear",
-        "max_grad_norm": 0.5,
-        "per_device_eval_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
+    settings = {"per_device_eval_batch_size": 2}
     if config is not TrainingArguments:
         settings |= {"gradient_checkpointing": False, "bf16": False, "max_length": None}
     if case.trainer == "sft" and case.data == "table":
         settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    return config(**(settings | copy.deepcopy(case.settings)))
+    settings |= copy.deepcopy(case.settings)
+    batch = settings.pop("per_device_train_batch_size")
+    accumulation = settings.pop("gradient_accumulation_steps")
+    return training_arguments(config, folder, batch=batch, accumulation=accumulation, **settings)
 
 
 def _arguments(case, folder):

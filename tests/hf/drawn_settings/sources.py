@@ -5,10 +5,8 @@ import random
 from functools import partial
 
 import torch
-import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from torch.nn import functional as F
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -18,12 +16,14 @@ from transformers import (
 
 from tests.hf.objectives import word_tokenizer, words_of
 from tests.hf.test_trainer import padded
-from tests.hf.tiny import VOCAB, documents, tiny_llama
+from tests.hf.tiny import VOCAB, documents, tiny_gpt2, tiny_llama, tiny_model
 
 TARGETS = 6  # of each sequence that is evaluated, so that a mean of batches is one over all tokens
 
 
 # ---- models: each made with a dtype
+
+TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
 
 
 class RenamedLlama(LlamaForCausalLM):
@@ -49,33 +49,16 @@ def lora(dtype):
     return get_peft_model(tiny_llama(dtype), config)
 
 
-def made(kind, dtype, **options):
-    """A model of the size of `tiny_llama`, of a kind as transformers names it."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    config = getattr(transformers, f"{kind}Config")(**sizes | layers | tokens | options)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
-
-
-def gpt2(dtype):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=1)
-    return transformers.GPT2LMHeadModel(config).to(dtype)
-
-
 def gemma2(dtype):
     """Softcaps of scores and logits. Its windows are too long to matter: in float64 a row of
     padding that sees nothing else would be NaN."""
-    model = made("Gemma2", dtype, sliding_window=64)
+    model = tiny_model("Gemma2", dtype, head_dim=8, **TOKENS, sliding_window=64)
     model.set_attn_implementation("eager")  # sdpa has no softcap
     return model
 
 
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# windows, sinks and a mixture of experts
+_OSS = {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 # By name: how each is made, and its weight in the draw.
 MODELS = {
@@ -84,32 +67,12 @@ MODELS = {
     "renamed": (renamed, 1),
     "biased": (biased, 1),
     "lora": (lora, 2),
-    "gpt2": (gpt2, 1),
+    "gpt2": (tiny_gpt2, 1),
     "gemma2": (gemma2, 1),
-    "mistral": (partial(made, "Mistral", sliding_window=9), 1),
-    "qwen3": (partial(made, "Qwen3"), 1),
-    # windows, sinks and a mixture of experts
-    "gpt_oss": (partial(made, "GptOss", sliding_window=8, **_EXPERTS), 0.5),
+    "mistral": (partial(tiny_model, "Mistral", **TOKENS, sliding_window=9), 1),
+    "qwen3": (partial(tiny_model, "Qwen3", head_dim=8, **TOKENS), 1),
+    "gpt_oss": (partial(tiny_model, "GptOss", head_dim=8, **TOKENS, **_OSS), 0.5),
 }
-
-
-def wide_loss(
-    logits,
-    labels,
-    vocab_size,
-    num_items_in_batch=None,
-    ignore_index=-100,
-    shift_labels=None,
-    **given,
-):
-    """transformers' causal loss without its cast to float32."""
-    targets = shift_labels
-    if targets is None:
-        targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    if num_items_in_batch is None:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return total / num_items_in_batch
 
 
 # ---- datasets of a causal language model
