@@ -1,7 +1,7 @@
 """The engine: a dataloader becomes planned steps, which run on an attached model.
 
     engine.py         draws, plans, dispatches and runs steps
-    whole_model.py    the attached model and what its steps need
+    whole_model.py    the attached model, as steps need it
     model_planning.py costs, memory and planner of an attached model
     loop.py           items that a user's own loop runs
 

@@ -123,8 +123,8 @@ class CostSubject:
 
     @property
     def shape_in_training(self) -> ModelShape:
-        """The sizes, with the bytes of what is computed in. FSDP casts weights before it gathers
-        them, so that nothing stays in their own dtype; autocast leaves the hidden states in it."""
+        """The sizes, with the compute dtype's bytes. FSDP casts weights before it gathers them, so
+        that nothing stays in their own dtype; autocast leaves the hidden states in it."""
         if self.autocast is None:
             return self.shape
         return replace(
@@ -156,8 +156,8 @@ class CostSubject:
         )
 
     def counted(self) -> CostModel:
-        """Return the estimate with what the layers of the model are counted to hold of a token, if
-        they can be, and with what is set for the run."""
+        """Return the estimate with the bytes per token that the model's layers are counted to
+        hold, if they can be counted, and with the settings of the run."""
         cost = self.estimate
         activations = cost.activations
         if self.model is None or self.as_set is None or activations is None:

@@ -5,11 +5,11 @@
     3. the estimate (`cost_choice.py`). With "auto" it is corrected: as an earlier run of the same
        model on the same devices has found, or by the steps of this run (`learned_cost.py`)
 
-Plans depend on the cost model, and what steps teach varies: a resumed run that learned again would
-run other plans, with another summation order. If the checkpoint's cost model cannot be used, one
-warning says why.
+Plans depend on the cost model, and steps teach other corrections in every run: a resumed run that
+learned again would run other plans, with another summation order. If the checkpoint's cost model
+cannot be used, one warning says why.
 
-What runs have found is kept in the folder `hf_flexseq` of the HuggingFace cache, one JSON file
+The findings of runs are kept in the folder `hf_flexseq` of the HuggingFace cache, one JSON file
 each. The name of a file is a digest of everything that its factors depend on, so another machine,
 model or version finds no file instead of a wrong one.
 """
@@ -192,8 +192,8 @@ class CostSource:
     def _learned_before(
         self, subject: CostSubject, made_for: Mapping[str, Any]
     ) -> tuple[LearnedCost, str]:
-        """Return what an earlier run has learned, or what learns from this one, and the origin of
-        the cost model in words. Collective over the world."""
+        """Return an earlier run's corrections, or an empty `LearnedCost` for this run, and the
+        origin of the cost model in words. Collective over the world."""
         kept_for = {name: made_for[name] for name in made_for if name != MEMORY}
         path = _cache_path({**kept_for, **subject.key(), "estimate": subject.seconds_digest()})
         record = _cached(path) if self.communicator.rank == 0 else None
@@ -207,8 +207,8 @@ class CostSource:
         return LearnedCost(versions), f"estimated, and corrected by an earlier run, {path}"
 
     def find_tower(self, subject: CostSubject, cost: CostModel) -> TowerCost | None:
-        """Return what the tower of the model costs, on all ranks alike, since each of them places
-        a step's images by it; None without one. Collective over the world. cost: the cost model of
+        """Return the cost of the model's tower, on all ranks alike, since each of them places a
+        step's images by it; None without one. Collective over the world. cost: the cost model of
         the run, which may be one of text."""
         own = cost.tower or subject.estimate.tower
         record = None if own is None else own.to_record()

@@ -15,7 +15,7 @@ and of a plain loop.
     engine.detach()
 
 A step is drawn, planned, dispatched, run and finished (docs/architecture.md, the path of a batch).
-What it needs of the attached model is in `whole_model.py`.
+`whole_model.py` has the parts of the attached model that steps need.
 """
 
 import logging
@@ -80,7 +80,7 @@ class FlexSeqEngine:
         """Connect the ranks. Collective over the world.
 
         Args:
-            accelerator: That of the loop, before anything is prepared.
+            accelerator: The loop's own, before anything is prepared.
             args: The options.
             communicator: Over all ranks; None makes one.
             timeout: Of every exchange of that one; None takes the timeout of the job's group.
@@ -149,7 +149,7 @@ class FlexSeqEngine:
 
     @property
     def cost(self) -> CostModel | None:
-        """What the model costs that was attached last, as far as its steps have taught; None
+        """The cost of the model that was attached last, as far as its steps have taught; None
         before."""
         return None if self.planning is None else self.planning.cost_so_far
 
@@ -330,8 +330,8 @@ class FlexSeqEngine:
         """Return given sequences of all ranks as a step, planned and dispatched in place.
         Collective over the world.
 
-        rows: this rank's batch, as DataCollatorForFlexSeq makes it; none for no sequence. What is
-            raised while it is made is raised on all ranks.
+        rows: this rank's batch, as DataCollatorForFlexSeq makes it; none for no sequence. An error
+            while it is made is raised on all ranks.
         number: number of the step, for messages and the plan trace.
         forward_only: True if no pass will have a backward.
         Raises as `next_step` does, and ValueError if no rank has a sequence.
@@ -475,7 +475,7 @@ class FlexSeqEngine:
         """Yield the inputs of every micro-batch of a training step, once: the caller runs forward
         and backward, and adds the loss with `step.add`. Collective over the world.
 
-        Afterwards gradients are those of the whole step, and `step.loss` is this rank's loss, a
+        Afterwards gradients cover the whole step, and `step.loss` is this rank's loss, a
         scalar; the mean over ranks is the mean over the step's target tokens.
 
         model: as accelerate has wrapped it. is_last: True for the last step, if it is known.
@@ -498,10 +498,10 @@ class FlexSeqEngine:
     def passes(
         self, step: RankMicroBatches, model: nn.Module, *, is_last: bool = False
     ) -> Iterator[BeforeLast]:
-        """Surround the passes of a training step; the block gets what surrounds each micro-batch
+        """Surround the passes of a training step; the block gets a context for each micro-batch
         but the last that runs backward, and sets `step.loss`. Collective over the world.
 
-        Afterwards gradients are the mean over ranks of those of their losses. model, is_last: see
+        Afterwards gradients are averaged over all ranks' losses. model, is_last: see
         `micro_batches`.
         """
         self._begin(step)
@@ -555,6 +555,6 @@ class FlexSeqEngine:
 
 
 def micro_batches_of(step: Step) -> RankMicroBatches:
-    """Return a step of a whole model as what it is."""
+    """Return a step of a whole model as `RankMicroBatches`."""
     assert isinstance(step, RankMicroBatches), "a whole model runs micro-batches"
     return step

@@ -1,5 +1,5 @@
-"""What an engine has before it has seen a model: the accelerator, the options, the ranks, and the
-source of its cost model.
+"""The parts that an engine has before it has seen a model: the accelerator, the options, the
+ranks, and the source of its cost model.
 """
 
 from collections.abc import Iterable
@@ -31,8 +31,8 @@ class EngineSetup:
     """Source of the cost model."""
 
     def host_bytes(self) -> int:
-        """Return the most bytes of the host for activations of this rank, by what the machine has
-        now. Raises ValueError if the user asks for more than it has at all."""
+        """Return the most bytes of the host for activations of this rank, by the memory that the
+        machine has now. Raises ValueError if the user asks for more than it has at all."""
         return budget_bytes(self.args.host_memory_gib, self.communicator.topology.ranks_per_node)
 
     def kernel_for(

@@ -1,5 +1,4 @@
-"""Evaluation on planned batches: what the Trainer's loop iterates over, and a loss that means
-something.
+"""Evaluation on planned batches: a loader for the Trainer's loop, and a loss that means something.
 
 The Trainer averages the means of its batches, which changes with batch size and world size. Here
 the loss is summed over target tokens, and the loader does not repeat samples to fill its last
@@ -70,13 +69,13 @@ _SET_BY_PREPARE = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 @contextmanager
 def left_unprepared(trainer: Any) -> Iterator[None]:
-    """Take back, after this block, what an evaluation before training leaves on the model:
-    accelerate would take the model for prepared and never wrap it in DDP, so that every rank would
-    train a model of its own.
+    """Take back, after this block, the attributes that an evaluation before training leaves on the
+    model: accelerate would take the model for prepared and never wrap it in DDP, so that every
+    rank would train a model of its own.
 
-    Only what was set meanwhile is taken back. `accelerator.unwrap_model` would undo too much: it
-    goes on to the innermost forward, past the decorators of transformers and the forward that TRL
-    puts on a model.
+    Only attributes set meanwhile are taken back. `accelerator.unwrap_model` would undo too much:
+    it goes on to the innermost forward, past the decorators of transformers and the forward that
+    TRL puts on a model.
     """
     accelerator = trainer.accelerator
     is_sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)

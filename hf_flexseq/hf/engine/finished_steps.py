@@ -1,7 +1,7 @@
-"""Training steps that have run: their figures, and what was NaN or infinite in them.
+"""Training steps that have run: their figures, and any values in them that were NaN or infinite.
 
-Both are on every rank, and are gathered together. On a GPU those of a step are gathered with the
-next one, when the host can read them without waiting for the device.
+Both are on every rank, and are gathered together. On a GPU a step's figures are gathered with the
+next step's, when the host can read them without waiting for the device.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 
 class FinishedSteps:
-    """Gathers the figures of steps that have run, and looks for what is not finite."""
+    """Gathers the figures of steps that have run, and looks for values that are not finite."""
 
     def __init__(
         self,

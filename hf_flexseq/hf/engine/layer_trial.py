@@ -1,15 +1,17 @@
-"""Count what the layers of a model keep for their backward, and hold in it, for each token.
+"""Count the bytes that the layers of a model keep for their backward, and hold in it, for each
+token.
 
 A copy of the model without memory runs micro-batches, forward and backward, on fake tensors: with
 the user's own modules, adapters and frozen weights, with our attention, recurrent layers and loss,
 and with the dtypes of the run. Of layers that are alike one runs; the others pass their input on.
 
-    forward and backward   what lives before and behind each layer, and the most in between
+    forward and backward   the live bytes before and behind each layer, and the most in between
                            (`layer_watch.py`)
-    forward                with checkpointed layers, which keep an input and what attention gave
+    forward                with checkpointed layers, which keep an input and attention's results
 
-What cannot run so is not counted, and `cost/layer_bytes.py` computes it from sizes. Rejected:
-counting on the device, which takes memory and arithmetic for what shapes alone decide.
+A model that cannot run so is not counted: `cost/layer_bytes.py` computes its bytes from sizes.
+Rejected: counting on the device, which takes memory and arithmetic for bytes that shapes alone
+decide.
 """
 
 import logging
@@ -78,7 +80,7 @@ class CountedBytes:
         self, computed: Activations, shape: ModelShape, imbalance: float = 1.0
     ) -> Activations:
         """Return activations with these bytes instead of those computed from the model's sizes.
-        imbalance: of experts that lie on several ranks."""
+        imbalance: of experts that are spread over ranks."""
         kinds = []
         for kind, has_experts in zip(self.kinds, self.has_experts, strict=True):
             uneven = with_uneven_experts(kind, shape, imbalance)
@@ -96,7 +98,7 @@ class CountedBytes:
 def count_bytes(
     model: PreTrainedModel, *, dtype: torch.dtype, autocast: torch.dtype | None = None
 ) -> CountedBytes | None:
-    """Return what a token takes in a model, or None where that cannot be tried.
+    """Return the bytes that a token takes in a model, or None where that cannot be tried.
 
     dtype: of the weights that are computed with. autocast: its dtype; None without.
     """
@@ -143,7 +145,7 @@ def _of_class(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class KeptInTrials(KeptAttention):
-    """Keeps attention's results under a dispatch mode, too, which is that of the fake tensors."""
+    """Keeps attention's results under a dispatch mode, too, as the fake tensors' mode is one."""
 
     __slots__ = ()
 
@@ -278,7 +280,7 @@ def _require_grad(module: nn.Module, args: Any, output: torch.Tensor) -> torch.T
 
 
 def _kinds(layers: Sequence[nn.Module]) -> list[int]:
-    """Return the kind of each layer, as a number; those of equal modules are alike."""
+    """Return the kind of each layer, as a number; layers of equal modules have one kind."""
     known: dict[object, int] = {}
     return [known.setdefault(signature_of(layer), len(known)) for layer in layers]
 
@@ -288,8 +290,8 @@ _SAME_IN_COPIES = ("training", "gradient_checkpointing")
 
 
 def signature_of(layer: nn.Module) -> object:
-    """Return what layers, or models of one configuration, have in common that keep the same
-    bytes."""
+    """Return a signature that is equal for layers, or models of one configuration, that keep the
+    same bytes."""
     parts: list[object] = []
     for name, module in layer.named_modules():
         switches = []

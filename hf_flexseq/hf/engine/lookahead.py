@@ -2,7 +2,7 @@
 
 With a lookahead samples are drawn some steps before they are trained on. Data that read how far
 training has come would read an older state than under the plain Trainer. Nobody can see in a
-user's code what it reads: an object of the trainer, a global, a file, the clock. So without a
+user's code whether it reads an object of the trainer, a global, a file, or the clock. So without a
 `lookahead` in the options steps are drawn ahead only if a library's code makes all samples, and no
 code of the user's runs between steps that could change them: callbacks and the trainer's class.
 

@@ -75,8 +75,8 @@ class TrainingItem(LoopItem):
 
     def backward(self, model: nn.Module) -> torch.Tensor:
         """Run forward and backward of the whole step. Return this rank's share of the loss, a
-        detached scalar: its mean over ranks is `mean_loss`. Gradients are those of the mean over
-        the step's target tokens."""
+        detached scalar: its mean over ranks is `mean_loss`. Gradients are of the mean over the
+        step's target tokens."""
         accelerator = self._whole_model.setup.accelerator
         options: dict[str, Any] = {}
         if accelerator.distributed_type == DistributedType.DEEPSPEED:

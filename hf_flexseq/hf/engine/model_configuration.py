@@ -36,7 +36,7 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 def read_model(model: str, dtype: str) -> tuple[ModelShape, CountedBytes | None]:
     """Return the sizes of the model that a hub id or a folder names, or a config.json, and the
     bytes that its layers are counted to hold of a token in `dtype`; None where that cannot be
-    tried. Raises OSError and ValueError for what is none."""
+    tried. Raises OSError and ValueError if `model` names none."""
     numbers = dtype_of(dtype, torch.device("cpu"))
     config = config_of(model)
     with torch.device("meta"):

@@ -1,6 +1,6 @@
-"""What a whole model costs on its ranks, and the planners that know it.
+"""The cost of a whole model on its ranks, and the planners that know it.
 
-ModelPlanning    the cost model, what memory leaves for tokens, FSDP2's figures
+ModelPlanning    the cost model, the tokens that memory leaves room for, FSDP2's figures
 """
 
 from collections.abc import Hashable, Sequence
@@ -42,7 +42,7 @@ Factors = tuple[float, ...] | None  # of the estimate's terms; None for the esti
 
 
 class ModelPlanning:
-    """What a whole model costs, and what its planners are asked to do.
+    """The cost of a whole model, and the jobs of its planners.
 
     cost: of the model. degrees: numbers of ranks that may share heads. passes: None if the planner
     has none. fsdp: FSDP2's policies.
@@ -62,9 +62,9 @@ class ModelPlanning:
         """Find what `base` costs, and make the groups that exchange heads by a collective where
         they are faster. Collective over the world.
 
-        layers: which keep what they are told. host_memory_bytes: for activations of a rank.
-        reason_as_set: why the trainer keeps plans from choosing where these are; None if it does
-        not. lockstep: whether all ranks run each micro-batch together. lowered: the cap of
+        layers: which obey a plan's choice for memory. host_memory_bytes: for activations of a
+        rank. reason_as_set: why the trainer keeps plans from choosing where these are; None if it
+        does not. lockstep: whether all ranks run each micro-batch together. lowered: the cap of
         `FlexSeqEngine.lower_cap`; None without.
         Raises ValueError for a strategy that the cost model has no figures for, and if the model's
         state alone is too large.
@@ -111,7 +111,7 @@ class ModelPlanning:
         )
 
     def forget_model(self) -> None:
-        """Drop the model; what it costs stays known."""
+        """Drop the model; its cost stays known."""
         self._base = None
         self.fsdp.forget_model()
 
@@ -169,7 +169,7 @@ class ModelPlanning:
         return cost if self.reason_without_choices is None else replace(cost, activations=None)
 
     def job(self, *, trains: bool = True) -> GroupsJob:
-        """Return what a planner is asked to do, by all that steps have taught. trains: False for
+        """Return the job of a planner, by all figures that steps have taught. trains: False for
         passes that have no backward."""
         return self._job_by(self.newest, trains=trains)
 
@@ -178,7 +178,7 @@ class ModelPlanning:
         return self._job_by(self.factors_of(number))
 
     def version_of(self, number: int | None) -> Hashable:
-        """Return what tells the jobs of steps apart: the factors of the cost model. number: see
+        """Return the factors of the cost model, which tell the jobs of steps apart. number: see
         `VersionedJob`."""
         return self.newest if number is None else self.factors_of(number)
 

@@ -1,4 +1,4 @@
-"""What to say when a rank runs out of memory: what it held, and what to set.
+"""The message of a rank that runs out of memory: the tokens that it held, and options to set.
 
 `step_memory.py` goes on from there where it may.
 """
@@ -32,7 +32,8 @@ class RanOut:
     """A micro-batch in which this rank ran out of memory."""
 
     what: str
-    """Rank, micro-batch and step, with what it held and what its plan had counted, in words."""
+    """Rank, micro-batch and step, with the tokens that it held and the memory that its plan had
+    counted, in words."""
 
     cap: int
     """Tokens of a rank that plans allowed, activations being as set for the run."""
@@ -42,8 +43,8 @@ class RanOut:
 
     @classmethod
     def of(cls, planning: ModelPlanning | None, step: Step | None) -> "RanOut | None":
-        """Return what this rank was running of a step; None outside of micro-batches. planning: of
-        the model; None before it is attached."""
+        """Return the micro-batch that this rank was running; None outside of micro-batches.
+        planning: of the model; None before it is attached."""
         if not isinstance(step, RankMicroBatches) or step.current is None or planning is None:
             return None
         communicator = planning.setup.communicator
@@ -74,7 +75,7 @@ class RanOut:
         )
 
     def advice(self, args: FlexSeqArguments) -> str:
-        """Return what the user may set."""
+        """Return options that the user may set, in words."""
         levers = []
         if self.lowered:
             levers.append(f"{CAP}={self.lowered}")
@@ -91,7 +92,8 @@ class RanOut:
 
 @contextmanager
 def noted(planning: ModelPlanning, step: Step) -> Iterator[None]:
-    """Add to an error about memory inside the block what was held, and what to set."""
+    """Add a note to an error about memory inside the block: the tokens held, and options to
+    set."""
     try:
         yield
     except RuntimeError as error:
@@ -101,7 +103,8 @@ def noted(planning: ModelPlanning, step: Step) -> Iterator[None]:
 
 
 def add_note(error: RuntimeError, planning: ModelPlanning | None, step: Step | None) -> None:
-    """Add to an error what this rank held of a step, and what to set, if it ran a micro-batch."""
+    """Add a note to an error: the tokens that this rank held, and options to set, if it ran a
+    micro-batch."""
     ran_out = RanOut.of(planning, step)
     if ran_out is not None and planning is not None:
         error.add_note(f"{ran_out.what}; {ran_out.advice(planning.setup.args)}")

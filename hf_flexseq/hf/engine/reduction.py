@@ -5,9 +5,9 @@ DDP           with the last micro-batch; after it, instead of DDP, where ranks r
 ZeRO, FSDP1   with every micro-batch: waiting would hold the whole model's gradients on every
               rank
 FSDP2         as the step's memory allows (`sharding.py`)
-adapters      on a model that transformers has sharded: on experts that lie on several ranks after
-              the last micro-batch (`model/expert_adapters.py`), and so in a loop of the user's on
-              other layers, which every rank has whole; the Trainer reduces these itself
+adapters      on a model that transformers has sharded: on experts that are spread over ranks,
+              after the last micro-batch (`model/expert_adapters.py`), and so in a loop of the
+              user's on other layers, which every rank has whole; the Trainer reduces these itself
 
 DDP reduces in the backward of its last micro-batch. If ranks run different micro-batches, one rank
 is in an all-reduce while another still waits for its share in attention. On gloo both continue. A
@@ -64,14 +64,14 @@ OF_TRAINER = "_replicated_grad_hook_registered"  # on a parameter whose gradient
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientReduction:
-    """Surrounds the steps of a model, and their micro-batches, by what reduces gradients."""
+    """Surrounds a model's steps and their micro-batches with contexts that reduce gradients."""
 
     accelerator: Accelerator
     communicator: Communicator
     fsdp: FsdpPolicies
 
     adapters: "ExpertAdapters | None" = None
-    """Adapters on experts that lie on several ranks."""
+    """Adapters on experts that are spread over ranks."""
 
     lockstep: bool
     """True if all ranks run every micro-batch together."""
@@ -187,7 +187,7 @@ _first_flags: _Flags = WeakKeyDictionary()  # of wrapped models, in their first 
 
 def whole_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters that every rank has whole, of a model that transformers has
-    sharded: those of adapters."""
+    sharded: the parameters of adapters."""
     if not is_sharded_at_load(model):
         return []
     found = []

@@ -1,6 +1,6 @@
 """FSDP2 in the steps of a whole model: the policy of each step, and the units that follow it.
 
-1. `fsdp_figures`, when a model is attached: what a policy may cost on this machine.
+1. `fsdp_figures`, when a model is attached: the cost of each policy on this machine.
 2. `FsdpPolicies.of_step`, in each step: the policy that fits next to the step's plan, followed by
    the units of the model, the modules that FSDP2 gathers and reduces each on its own.
 
@@ -138,8 +138,8 @@ class FsdpPolicies:
         self._outermost = [unit for unit in self._units if unit not in inner]
 
     def of_step(self, plan: Plan, model: nn.Module) -> AbstractContextManager[BeforeLast]:
-        """Return what surrounds a step; the block gets the surroundings of each micro-batch but
-        the last."""
+        """Return the context of a step; the block gets the context of each micro-batch but the
+        last."""
         self.find_units(model)
         policy = self._chosen(plan)
         if not self._units:
@@ -162,8 +162,9 @@ class FsdpPolicies:
 
     @contextmanager
     def before_last(self, policy: FsdpPolicy) -> Iterator[None]:
-        """Surround a micro-batch before the step's last, which does what the policy does once.
-        Afterwards units reduce and free in their backward, as FSDP2 does by itself."""
+        """Surround a micro-batch before the step's last; the last one does the transfers that the
+        policy does once. Afterwards units reduce and free in their backward, as FSDP2 does by
+        itself."""
         over_replicas = policy.reduces_each and self._over_replicas
         for unit in self._units:
             unit.set_reshard_after_backward(policy.regathers, recurse=False)

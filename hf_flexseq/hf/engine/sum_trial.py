@@ -83,8 +83,8 @@ class TwoSequences:
         row: SourceRow,
         model: nn.Module,
     ) -> None:
-        """base: without adapters. row: what this rank has drawn for a step. model: as accelerate
-        has wrapped it."""
+        """base: without adapters. row: this rank's sequences, drawn for a step. model: as
+        accelerate has wrapped it."""
         self._whole_model = whole_model
         self._name = type(base).__name__
         self._model = model
@@ -96,7 +96,7 @@ class TwoSequences:
     def difference(self, value: Value, *, pads: bool) -> str | None:
         """Return in words that the value of both is not the sum of their values, in one row or in
         a padded batch, or that an order of tokens matters outside of attention; None where neither
-        is so. pads: True to compute that of a padded batch, too.
+        is so. pads: True to compute the value of a padded batch, too.
 
         The model is in training mode, without dropout; where values of one row differ from call to
         call, in evaluation mode. Where they differ even then, nothing can be said, and a warning
@@ -119,7 +119,8 @@ class TwoSequences:
         return None
 
     def _difference(self, value: Value, together: float, *, pads: bool) -> str | None:
-        """Return what is not alike, in words. together: the value of both in one row."""
+        """Return the difference between values, in words; None without one. together: the value of
+        both in one row."""
         first = self._value(value, 0, TOKENS[:1])
         second = self._value(value, TOKENS[0], TOKENS[1:])
         # of all tokens in one row, each a sequence by itself at its own position
@@ -245,8 +246,8 @@ def users_code_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def loss_of_model(whole_model: WholeModel, **options: Any) -> Value:
-    """Return what computes the loss of an attached model, with its share of any router loss.
-    options: of its forward."""
+    """Return a function that computes the loss of an attached model, with its share of any router
+    loss. options: of its forward."""
 
     def loss(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         found: torch.Tensor = model(
@@ -259,8 +260,8 @@ def loss_of_model(whole_model: WholeModel, **options: Any) -> Value:
 
 
 def _forwards(model: nn.Module) -> list[Any]:
-    """Return the classes of a model's modules, what these run as forwards, all hooks on modules
-    and parameters, and what the files of the classes have besides."""
+    """Return the classes of a model's modules, the forwards that these run, all hooks on modules
+    and parameters, and all other values in transformers' files of the classes."""
     modules = list(model.modules())
     kinds = [type(module) for module in modules]
     found: list[Any] = [*kinds, *forwards_of(modules)]
@@ -328,10 +329,10 @@ class SumTrial:
         """Try the code that `look` has found, unless it has passed before. Collective over the
         world.
 
-        row: what this rank has drawn for a step. model: as accelerate has wrapped it.
-        value: `loss_of_model`, or what stands for the figures of a head.
+        row: this rank's sequences, drawn for a step. model: as accelerate has wrapped it.
+        value: `loss_of_model`, or a value that represents a head's figures.
         pads: True for a value that a padded batch has, too.
-        next_token_loss: what a loss gets instead of the model's own, if it does.
+        next_token_loss: the substitute that a loss gets for the model's own; None without.
         Raises NotImplementedError, on all ranks, where the value depends on the plan, where the
         model's own loss is another one, and for code that has come into the model after its first
         step.

@@ -1,7 +1,7 @@
-"""The model that an engine runs planned steps of: what is attached to it, what it costs, and what
-its steps are made from.
+"""The model that an engine runs planned steps of: its attachments, its cost, and the parts of its
+steps.
 
-A rank has all of the model, or accelerate gives it what it needs of it (FSDP, ZeRO). A step is
+A rank has all of the model, or accelerate gives it the parts that it needs (FSDP, ZeRO). A step is
 
 1. dispatched     this rank gets the tokens of its shards (`WholeModel.dispatch`)
 2. run            one pass over the micro-batches, where the loss is a sum over tokens, or several
@@ -102,7 +102,7 @@ class WholeModel(AttachedModel):
             lockstep=lockstep,
             lowered=lowered,
         )
-        """What the model costs, and what its planners are asked to do."""
+        """The cost of the model, and the jobs of its planners."""
 
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, setup.args)
@@ -117,7 +117,7 @@ class WholeModel(AttachedModel):
             self._images = ModelImages(setup, base, self.vision, self.planning)
 
     def _adapters_of(self, base: PreTrainedModel) -> "ExpertAdapters | None":
-        """Return the adapters on experts that lie on several ranks; None without any."""
+        """Return the adapters on experts that are spread over ranks; None without any."""
         if not adapted_experts(base):
             return None
         from hf_flexseq.hf.model.expert_adapters import ExpertAdapters
@@ -125,8 +125,8 @@ class WholeModel(AttachedModel):
         return ExpertAdapters(base, self.setup.communicator)
 
     def _resolved_sync(self, base: PreTrainedModel, *, lockstep: bool) -> bool:
-        """Make equal what every rank has whole of a sharded model; return if all ranks run every
-        micro-batch together. Collective over the world."""
+        """Make equal the parameters of a sharded model that every rank has whole; return if all
+        ranks run every micro-batch together. Collective over the world."""
         communicator = self.setup.communicator
         everyone = communicator.open_world() if whole_parameters(base) else None
         if everyone is not None:
@@ -145,7 +145,7 @@ class WholeModel(AttachedModel):
         return lockstep
 
     def _layers_of(self, base: PreTrainedModel, host_memory_bytes: int) -> LayerMemory:
-        """Return the layers of a model, which keep what they are told. Collective over the
+        """Return the layers of a model, which obey a plan's choice for memory. Collective over the
         world. host_memory_bytes: for activations of a rank."""
         layers = LayerMemory(
             base,
@@ -224,7 +224,7 @@ class WholeModel(AttachedModel):
 
     @property
     def images(self) -> ImageReader | None:
-        """What reads the images of rows, or refuses them; None for a model of text."""
+        """Reads the images of rows, or refuses them; None for a model of text."""
         return self.text_reader if self._images is None else self._images
 
     def _contexts_by(self, kernel: Kernel, both_ways: Collection[int] = ()) -> ModelContexts:
@@ -247,7 +247,7 @@ class WholeModel(AttachedModel):
         return inputs_of(shard, columns, self.setup.accelerator.device, self._contexts)
 
     def reduction(self, step: RankMicroBatches) -> GradientReduction:
-        """Return what reduces the gradients of a step that runs now."""
+        """Return the reduction of gradients for a step that runs now."""
         if self.vision is not None:
             self.vision.forget_gradients()
         return GradientReduction(
@@ -260,9 +260,9 @@ class WholeModel(AttachedModel):
         )
 
     def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
-        """Return what makes the contexts of another model, which runs on the micro-batches of this
-        one, with kernels for its own layers. From now on the columns that it needs of each token
-        are dispatched, too. Collective over the world.
+        """Return a function that makes the contexts of another model, which runs on the
+        micro-batches of this one, with kernels for its own layers. From now on the columns that it
+        needs of each token are dispatched, too. Collective over the world.
 
         Raises ValueError where no kernel serves its layers, and for a model whose shards all ranks
         have to gather together, unless they run in lockstep.
@@ -286,8 +286,8 @@ class WholeModel(AttachedModel):
 
 class ModelImages:
     """The images of an attached model, from rows to features; see `ImageReader` for `read`,
-    `planned`, `draws_noise`. What a step does with them is in `steps/features.py`; how the model
-    takes them is in `model/vision.py`."""
+    `planned`, `draws_noise`. How a step uses them is in `steps/features.py`; how the model takes
+    them is in `model/vision.py`."""
 
     def __init__(
         self,
@@ -340,8 +340,8 @@ class ModelImages:
     def of_step(
         self, planned: PlannedStep, columns: Sequence[Columns]
     ) -> list[MicroBatchImages] | None:
-        """Send images to the ranks that encode them, and return those of each micro-batch; None in
-        a step without any. Collective over the world.
+        """Send images to the ranks that encode them, and return the images of each micro-batch;
+        None in a step without any. Collective over the world.
 
         columns: of each micro-batch; see `images_of_step`. Raises NotImplementedError where ranks
         would wait for each other forever.

@@ -12,11 +12,11 @@ For prompt tuning and P-tuning PEFT's own forward embeds a batch and puts n trai
 1. placeholders stand for virtual tokens already (`steps/virtual_tokens.py`), so PEFT's model is to
    call the model inside with the tokens that it is given, as it does for LoRA. It asks the active
    adapter's configuration, which says so during the call.
-2. PEFT's prompt encoder makes the embeddings of all n virtual tokens, and they replace those of
-   the placeholders as soon as these are embedded.
+2. PEFT's prompt encoder makes the embeddings of all n virtual tokens, and they replace the
+   placeholders' embeddings as soon as the model has made these.
 
 Every rank runs the encoder in every micro-batch, so that DDP, FSDP and ZeRO find the gradients
-that they reduce: those of a rank without virtual tokens are 0.
+that they reduce; a rank without virtual tokens has gradients of 0.
 
 Rejected: another forward of PEFT's model, which accelerate replaces as well, and which would run
 the model inside without its hooks.
@@ -102,7 +102,7 @@ def unsuitable_adapter(model: nn.Module) -> str | None:
 
 
 def _try(model: Any, name: str, config: Any) -> str | None:
-    """Return what a small model like `model` computes wrongly with an adapter; None if nothing."""
+    """Try an adapter on a small model like `model`. Return why it is not exact; None if it is."""
     from peft import get_peft_model
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,4 +1,4 @@
-"""What is attached to a whole model while it runs planned steps.
+"""The attachments of a whole model while it runs planned steps.
 
 | attached | by |
 |---|---|
@@ -155,7 +155,8 @@ def on_micro_batches(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """What a trainer has set for the models that it trains, besides the options of hf_flexseq."""
+    """A trainer's own settings for the models that it trains, besides the options of
+    hf_flexseq."""
 
     label_smoothing: float = 0.0
     """As of transformers' `LabelSmoother`, in the loss in chunks."""
@@ -200,7 +201,7 @@ class AttachedModel:
             self.vision: VisionModel | None = None
             """How the model takes images, if it does."""
             self.text_reader: TextReader | None = None
-            """What refuses images where the model could take them elsewhere."""
+            """The reader that refuses images where the model could take them elsewhere."""
             try:
                 self.vision = VisionModel(base)
             except UnsupportedImages as reason:
@@ -219,7 +220,7 @@ class AttachedModel:
             if self.router is not None:
                 attached.callback(self.router.detach)
             self.tiles = MlpTiles(base)
-            """What computes MLPs in tiles, once a plan asks for it."""
+            """Computes MLPs in tiles, once a plan asks for it."""
             attached.callback(self.tiles.detach)
             self.token_columns = needed_columns(base)
             """Columns to dispatch with every token, besides those that were drawn."""

@@ -1,14 +1,14 @@
-"""Register `flexseq` as an attention implementation of transformers, and read what layers ask of
-it.
+"""Register `flexseq` as an attention implementation of transformers, and read the attention that
+layers ask for.
 
     model.set_attn_implementation("flexseq")
 
 A layer says how to attend by keywords, by its configuration and in its mask (`read_call`).
-Keywords that are not known are those of the whole model's call, and change nothing; those that are
-known to change the result are computed, or refused by name. No mask function is registered, so
-transformers never builds a mask [tokens, tokens]: `seq_ctx` separates documents. Windows and
-chunks are read from the configuration (`layer_kinds.py`) and compared with the model's own masks
-when it is attached (`trial.py`).
+Unknown keywords belong to the whole model's call, and change nothing; keywords that are known to
+change the result are computed, or refused by name. No mask function is registered, so transformers
+never builds a mask [tokens, tokens]: `seq_ctx` separates documents. Windows and chunks are read
+from the configuration (`layer_kinds.py`) and compared with the model's own masks when it is
+attached (`trial.py`).
 
 `flexseq_attention` serves micro-batches of whole sequences and chunks on a pipeline stage,
 depending on `seq_ctx`. It converts the tensors of transformers, [1, heads, tokens, head_dim], to
@@ -57,9 +57,9 @@ def read_call(
     *,
     is_masked: bool = False,
 ) -> Asked:
-    """Return what a layer asks for by `keywords`. Raises UnsupportedAttention for other attention
-    than causal of a known kind, and for a call that contradicts the configuration. is_masked: True
-    if a mask that is looked at elsewhere says what is causal."""
+    """Return the attention that a layer asks for by `keywords`. Raises UnsupportedAttention for
+    other attention than causal of a known kind, and for a call that contradicts the configuration.
+    is_masked: True if a mask that is checked elsewhere decides causality."""
     layer = number_of(module)
     where = "" if layer is None else f" of layer {layer}"
     unsupported = []
@@ -119,7 +119,7 @@ def _reach(module: nn.Module, where: str, keywords: dict[str, Any]) -> Reach:
 
 
 def _is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool | None:
-    """Return what the call says about causality, else what the layer says, else None."""
+    """Return the call's `is_causal`, else the layer's, else None."""
     called_with: bool | None = keywords.get("is_causal")
     if called_with is not None:
         return called_with
@@ -134,15 +134,15 @@ NAME = "flexseq"
 
 
 class PlannedCall(Protocol):
-    """What a model is called with on planned steps: the `SequenceContext` of a micro-batch, or a
+    """The context of a model's call on planned steps: the `SequenceContext` of a micro-batch, or a
     pipeline's `ChunkContext`."""
 
     calls: list[Any] | None
     """Modules that have called attention in the forward that runs; None outside of one."""
 
     def of_layer(self, layer: int | None, *, keeps_grad: bool) -> AttentionContext:
-        """Return what the attention of one layer must know, by its index in the model. keeps_grad:
-        True if a backward will follow."""
+        """Return the context for the attention of one layer, by its index in the model.
+        keeps_grad: True if a backward will follow."""
 
 
 def flexseq_attention(

@@ -14,8 +14,8 @@ A replay of a checkpointed layer finds no list, since the forward has ended. A f
 modules of the last one, whose forwards are the same, costs some microseconds: nothing is read but
 lists and attributes, and the device is never waited for.
 
-Rejected: to look at the model once, when the first step begins: what a callback puts into it later
-would be missed.
+Rejected: to look at the model once, when the first step begins, which would miss a callback's
+later changes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

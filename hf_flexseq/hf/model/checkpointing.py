@@ -12,7 +12,7 @@ or a loop may set a layer's function at any time. So it is looked at before ever
 the former function comes back with `restore`. A function of the user's own that is told to be
 reentrant cannot be replaced, and is refused.
 
-What a micro-batch's plan chooses instead is in `layer_memory.py`.
+Where the plan of a micro-batch chooses instead, `layer_memory.py` applies its choice.
 """
 
 import logging

@@ -9,8 +9,9 @@ not.
 5. modules       nothing on the model itself: compilation, reentrant checkpointing, mixers of
                  others, and nothing in the way that transformers has sharded it (`experts.py`,
                  `sharding.py`)
-6. a trial       one forward of an empty copy (`trial.py`) shows what the layers really ask for;
-                 it must be what the configuration says, and no module may count positions
+6. a trial       one forward of an empty copy (`trial.py`) shows the attention and recurrence that
+                 the layers really ask for; the configuration must name the same, and no module may
+                 count positions
 
 The configuration comes first, since it gives reasons in words that a user can act on.
 """
@@ -389,7 +390,8 @@ def _contradiction(call: Call, calls: Sequence[Call], layers: Sequence[Layer]) -
 
 
 def _kind_of(layer: int | None, layers: Sequence[Layer]) -> LayerKind | None:
-    """Return the attention of a layer; without a number, that of all layers if they are alike."""
+    """Return a layer's attention; without a number, the attention of all layers if they are
+    alike."""
     if layer is not None:
         return layers[layer].attention if layer < len(layers) else None
     kinds = [one.attention for one in layers if one.attention is not None]

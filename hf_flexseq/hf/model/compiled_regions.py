@@ -1,8 +1,8 @@
 """torch.compile by regions: the MLPs and norms in the layers of an attached model.
 
 Every planned step has other shapes, and attention inside of it exchanges keys between ranks, so
-that a model cannot be compiled as a whole. What can are the modules around attention that take
-hidden states alone. Each class of them is compiled for any number of tokens; the rest of the model
+that a model cannot be compiled as a whole. Only the modules around attention that take hidden
+states alone can be. Each class of them is compiled for any number of tokens; the rest of the model
 runs as it is.
 
 The options come from accelerate's `TorchDynamoPlugin`, which the Trainer's `torch_compile` sets

@@ -15,8 +15,9 @@ the two do not fit. So the adapter is spread as its experts are:
 2. In a forward, `SpreadParamWrapper` adds the product to what FSDP2 has gathered of the rank's
    experts.
 3. `ExpertAdapters.averaged` sums gradients over the ranks that have the same experts, and divides
-   them by the number of all ranks, as FSDP2 does with those of other parameters. An expert serves
-   the tokens of its whole expert group, so its rank's gradient is a sum over that group already.
+   them by the number of all ranks, as FSDP2 does with other parameters' gradients. An expert
+   serves the tokens of its whole expert group, so its rank's gradient is a sum over that group
+   already.
 
 Rejected: an adapter of all experts on every rank, of which each uses its own part. It needs as
 many times the memory for weights, gradients and the optimizer as an expert group has ranks.
@@ -185,7 +186,7 @@ class ExpertAdapters:
             group["params"] = [self._replaced.get(one, one) for one in group["params"]]
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context for a step; afterwards gradients are those of all ranks' losses,
+        """Return a context for a step; afterwards each gradient is the sum over all ranks' losses,
         divided by the number of ranks. Collective over the world."""
         trained = [weight for weight in self._weights if weight.requires_grad]
         return averaged_gradients(trained, self._group, self._communicator.world_size)

@@ -4,7 +4,7 @@ Each rank of an expert group holds some experts of every layer. A layer sends it
 ranks of their experts, and gets the results back. It takes different tokens from each rank, so
 groups that share sequences, and ranks without tokens, need no change in it.
 
-    ExpertRanks             how experts lie over the ranks
+    ExpertRanks             how experts are spread over the ranks
     expert_ranks            reads it from a model
     unsuitable_experts      says why a model would not be exact
     adapted_experts         names those that PEFT has put adapters around (`expert_adapters.py`)
@@ -42,7 +42,7 @@ _divides_twice: dict[tuple[str, torch.dtype], bool] = {}  # trials by type of de
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRanks:
-    """How the experts of a model lie over the ranks.
+    """How the experts of a model are spread over the ranks.
 
     There are replicas * efsdp_size * ep_size ranks. Ranks of one expert group are neighbours:
     group g is the ranks [g * ep_size, (g + 1) * ep_size).
@@ -61,8 +61,8 @@ class ExpertRanks:
 
 
 def expert_ranks(model: PreTrainedModel) -> ExpertRanks | None:
-    """Return how the experts of `model`, a transformers model without adapters around it, lie over
-    the ranks; None if every rank works on its own tokens alone."""
+    """Return how the experts of `model`, a transformers model without adapters around it, are
+    spread over the ranks; None if every rank works on its own tokens alone."""
     config = distributed_config(model)
     if expert_group_size(model) == 1:
         return None
@@ -101,7 +101,7 @@ def adapted_experts(model: nn.Module) -> list[str]:
 
 
 def _spread_parameters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """Yield the parameters, with their names, whose experts lie on different ranks: [experts, ...]
+    """Yield the parameters, with their names, whose experts are spread over ranks: [experts, ...]
     as a whole. Adapters on them are not among these."""
     for name, parameter in model.named_parameters():
         data: Any = parameter.data

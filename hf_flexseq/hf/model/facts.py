@@ -246,7 +246,8 @@ def elements(parameter: nn.Parameter) -> int:
 
 
 def stored_bytes(parameter: nn.Parameter) -> int:
-    """Count the bytes of the whole parameter, with what bitsandbytes keeps beside packed ones."""
+    """Count the bytes of the whole parameter, with the factors that bitsandbytes keeps for a
+    packed one."""
     beside = 0
     state = getattr(parameter, "quant_state", None)
     while state is not None:  # factors of blocks, and those of the factors if they are packed
@@ -320,7 +321,8 @@ def trained_elements(model: nn.Module) -> int:
 
 def adapters_beside_shards(model: nn.Module) -> tuple[int, int]:
     """Count the elements of trained parameters that FSDP does not shard, where transformers has
-    sharded the model: those that this rank has, whole or of its experts, and those of all."""
+    sharded the model. Return the count on this rank, which may have a parameter for its own
+    experts alone, and the count of the whole parameters."""
     here = everywhere = 0
     if is_sharded_at_load(model):
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Run the head of an empty model, to see what its `forward` makes of logits and labels.
+"""Run the head of an empty model, to see how its `forward` treats logits and labels.
 
 The forward is called once with labels, as hf_flexseq calls it, with stand-ins for three things:
 
@@ -8,7 +8,7 @@ The forward is called once with labels, as hf_flexseq calls it, with stand-ins f
 
 So the loss of the outputs is the coefficient of the router loss. A module is the head of the model
 if the tensor that it returns is the one that reaches the loss and the outputs, and if nothing else
-is done with this tensor. What is called on the way is seen by a TorchFunctionMode.
+is done with this tensor. A TorchFunctionMode sees the functions that are called on the way.
 """
 
 import inspect
@@ -59,7 +59,7 @@ class HeadTrial:
 
 @once_for_equal_models
 def try_head(model: PreTrainedModel) -> HeadTrial:
-    """Call the forward of an empty copy of `model` with labels, and return what it did."""
+    """Call the forward of an empty copy of `model` with labels, and return the findings."""
     watch = _Watch()
     given: dict[str, Any] = dict(row_of("input_ids", "position_ids", "labels", "shift_labels"))
     given["num_items_in_batch"] = torch.tensor(TOKENS, device="meta")
@@ -159,7 +159,7 @@ class _Spy:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what modules return, and which functions are given it."""
+    """Notes the tensors that modules return, and the functions that are given these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _Watch(TorchFunctionMode):
         self.cross_entropies = 0
 
     def note_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """Note what a module has returned."""
+        """Note a module's output, if it is a tensor."""
         if isinstance(output, torch.Tensor):
             self.outputs.append((name, output))
 
@@ -190,7 +190,7 @@ class _Watch(TorchFunctionMode):
 def _judged(
     watch: _Watch, loss: _Spy, router: _Spy, given: dict[str, Any], outputs: Any
 ) -> HeadTrial:
-    """Return what a finished forward has done. given: arguments. outputs: results."""
+    """Return the findings about a finished forward. given: arguments. outputs: results."""
     trial = HeadTrial(has_own_loss=not loss.calls)
     if router.calls:
         trial.top_k = router.argument(2, "top_k")

@@ -1,4 +1,4 @@
-"""Read from a model's configuration what mixes tokens in its layers: attention, of which it says
+"""Read the token mixers of a model's layers from its configuration: attention, of which it says
 how far back queries read, how scores are made, the sizes of heads, and whose keys are read; and
 recurrent mixers. A layer may have both, one of them or neither.
 
@@ -20,8 +20,8 @@ its sizes tell the kinds apart:
 In transformers a window of w is w tokens, the query's own among them: `sliding_window_overlay`
 shows keys above query - w.
 
-The configuration alone is read, so that costs and plans need no model. `checks.py` compares what
-is read here with what the layers of a model ask for when they are called.
+The configuration alone is read, so that costs and plans need no model. `checks.py` compares these
+mixers with the calls of a model's layers (`trial.py`).
 """
 
 from collections import Counter
@@ -91,7 +91,7 @@ class Layer(NamedTuple):
 
 
 def layers_of(config: PreTrainedConfig) -> tuple[Layer, ...]:
-    """Return what mixes tokens in each layer of a decoder-only model, in the order of the layers.
+    """Return the token mixers of each layer of a decoder-only model, in the order of the layers.
 
     config: its text configuration. Raises UnknownLayers for layers that are neither attention over
     full, window or chunk nor recurrent of a known kind, and ValueError for windows and chunks
@@ -184,7 +184,7 @@ def _type_of_all(config: PreTrainedConfig) -> str:
 
 
 def _attention(config: PreTrainedConfig, layer: int, kind: str, keys_of: int) -> LayerKind:
-    """Return what the attention of a layer is."""
+    """Return the kind of a layer's attention."""
     reach = _reach(config, layer, kind)
     if getattr(_of_layer(config, layer), "num_attention_heads", None) is None:
         raise UnknownLayers(f"its configuration has no num_attention_heads; {_KNOWN}")
@@ -254,8 +254,8 @@ def _softcap(config: PreTrainedConfig) -> float | None:
 
 
 def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> tuple[int, int, int, int]:
-    """Return numbers and sizes of a layer's heads: query heads, those of keys and values, the size
-    of a head of queries and keys, and of values."""
+    """Return numbers and sizes of a layer's heads: query heads, key and value heads, the size of a
+    query or key head, and of a value head."""
     of_layer = _of_layer(config, layer)
     heads: int = of_layer.num_attention_heads
     kv_heads: int = getattr(of_layer, "num_key_value_heads", None) or heads
@@ -286,7 +286,8 @@ def _of_layer(config: PreTrainedConfig, layer: int, option: str | None = None) -
 
 def _keys_of(config: PreTrainedConfig, types: Sequence[str]) -> list[int]:
     """Return the layer whose keys and values each layer reads: a stored one of its type, or its
-    own. Raises UnknownLayers for a layer that reads those of another model, as of an assistant."""
+    own. Raises UnknownLayers for a layer that reads another model's keys, as an assistant's layers
+    do."""
     modes = getattr(config, "kv_sharing_modes", None)
     own = list(range(len(types)))
     if modes is None:

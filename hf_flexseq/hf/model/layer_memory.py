@@ -6,10 +6,10 @@ transformers asks one function of a layer what to do with its forward:
     layer._gradient_checkpointing_func    called with the forward and its positional arguments, of
                                           which the first are the hidden states
 
-During a call of the decoder that belongs to a planned step both are ours, and afterwards again
-what they were. A layer that is run again in the backward goes through torch's checkpoint; its
-input goes to the host by hooks on saved tensors around that call, which see the arguments of the
-layer alone; what its attention or its scan gives goes where `attention/remat.py` is told.
+During a call of the decoder that belongs to a planned step both are ours; afterwards both are
+restored. A layer that is run again in the backward goes through torch's checkpoint; its input goes
+to the host by hooks on saved tensors around that call, which see the arguments of the layer alone;
+the results of its attention or its scan go where `attention/remat.py` is told.
 
 Without a choice for the micro-batch the layers do as the user has set them for the run. That is
 left to transformers, but for `offload`, with which transformers brings layers' inputs to the host:
@@ -54,7 +54,7 @@ class LayerMemory:
         """make_store: called when the first tensor goes to the host. Raises NotImplementedError
         where the user has set `offload` and the layers cannot be told what to do."""
         self.reason_without_choices = reason_without_choices(model)
-        """Why no plan may choose what the layers do; None if it may. Ranks whose hooks differ have
+        """Why no plan may choose for the layers; None if it may. Ranks whose hooks differ have
         different reasons; `WholeModel` gives all ranks one."""
         self.layers: tuple[nn.Module, ...] = ()
         self.store: HostStore | None = None
@@ -76,7 +76,7 @@ class LayerMemory:
 
     @property
     def as_set(self) -> MemoryChoice:
-        """What the user has set for the run, as it is now: the choice with as many checkpointed
+        """The user's setting for the run, as it is now: the choice with as many checkpointed
         layers, which may be every second one (`_places`)."""
         count = sum(map(_is_checkpointed, self.layers))
         on_host = count if any(map(offloads, self.layers)) else 0
@@ -268,8 +268,8 @@ def reason_not_told(model: PreTrainedModel, decoder: nn.Module) -> str | None:
 
 
 def reason_without_choices(model: PreTrainedModel) -> str | None:
-    """Return why a plan may not choose what the layers of a model do with their activations; None
-    if it may."""
+    """Return why a plan may not choose how a model's layers treat their activations; None if it
+    may."""
     decoder = decoder_of(model)
     if decoder is None:
         return f"{type(model).__name__} has no list of layers where a decoder has it"
@@ -296,7 +296,7 @@ def _reason_of_hooks(layer: nn.Module) -> str | None:
 
 
 def _reason_of_user(layer: nn.Module) -> str | None:
-    """Return what the user has set for a checkpointed layer that a choice would not obey."""
+    """Return the user's setting for a checkpointed layer that a choice would not obey."""
     function = getattr(layer, FUNCTION, CHECKPOINT)
     if getattr(function, "func", function) is not checkpoint and not offloads(layer):
         return f"{type(layer).__name__} is checkpointed by a function of its own"

@@ -4,14 +4,14 @@ transformers puts Liger's kernels into a model for good, when training begins. H
 model while it is attached:
 
 1. The model is tried without them, since Liger's kernels need numbers, and a trial has none.
-2. They are put in by transformers' own function. Head and loss stay those of hf_flexseq, and so do
-   experts: these group tokens by themselves.
+2. They are put in by transformers' own function. Head and loss stay hf_flexseq's own, and so do
+   experts, which group tokens on their own.
 3. Classes of transformers that Liger has replaced are restored at once, for small models that are
-   made in trials. Functions, and what modules have of their own, are restored at the end. A trial
+   made in trials. Functions and the modules' instance attributes are restored at the end. A trial
    of another model, such as a reference, has transformers' own functions (`without_liger`).
 
-Liger's kernels write over what they are given: gradients behind norms and rotary embeddings, and
-both inputs of an MLP's product. Nothing of this is saved by another part of a layer.
+Liger's kernels overwrite their inputs: gradients behind norms and rotary embeddings, and both
+inputs of an MLP's product. Nothing of this is saved by another part of a layer.
 """
 
 import logging
@@ -94,7 +94,7 @@ _functions: list[_Change] = []  # of transformers, in whose place are Liger's no
 
 
 def _taken_back(owners: Sequence[Any], before: Sequence[dict[str, Any]]) -> list[_Change]:
-    """Give objects back the attributes that they had `before`; return what was different."""
+    """Give objects back the attributes that they had `before`; return the differences."""
     changes = []
     for owner, former in zip(owners, before, strict=True):
         for name, value in list(vars(owner).items()):

@@ -81,7 +81,7 @@ def attach_chunked_loss(
     To be called before the model is wrapped (DDP, DeepSpeed). Returns the handle, the same one if
     called again, or None when the model is not suitable: then one INFO line names the reason and
     the model keeps its own loss. While attached, a call with labels has `NO_LOGITS` in place of
-    logits; where they are wanted, use `handle.disabled()`. total: what sums the loss.
+    logits; where they are wanted, use `handle.disabled()`. total: the function that sums the loss.
     """
     entries = {model}  # modules whose calls the targets are read from
     if hasattr(model, "get_base_model"):
@@ -304,8 +304,8 @@ class ChunkedLoss:
     def _with_head(
         self, compute: Callable[..., Any], rows: torch.Tensor, *of_tokens: torch.Tensor | None
     ) -> Any:
-        """Return `compute` of rows [B * S, C], the head and what it gets of tokens, [B * S] each,
-        under autocast."""
+        """Return `compute` of rows [B * S, C], the head and `of_tokens`, [B * S] each, under
+        autocast."""
         weight = self._head.weight  # [V, C]
         bias = self._head.bias  # [V] or None
         device_type = rows.device.type

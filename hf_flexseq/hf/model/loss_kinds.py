@@ -1,5 +1,5 @@
-"""Where the loss of a trainer's step is computed, by the trainer's class and by what its user has
-changed, on the trainer and on the model. TRL need not be installed.
+"""Where the loss of a trainer's step is computed, by the trainer's class and by its user's changes
+to the trainer and to the model. TRL need not be installed.
 
     in place      next-token loss as `Trainer` and TRL's SFTTrainer have it, on the micro-batches
                   of a plan, wherever their tokens are (`next_token.py`)

@@ -2,7 +2,7 @@
 the embeddings of an attached model.
 
 transformers' own hook for the latter draws from the device's generator, and divides by the length
-of the row, which here holds parts of several sequences. `attach_noise` adds what is in
+of the row, which here holds parts of several sequences. `attach_noise` adds the noise of
 `steps/embedding_noise.py` instead.
 """
 
@@ -37,8 +37,8 @@ def dropout_held_by(module: nn.Module) -> dict[str, float]:
 
 
 def noise_of_module(module: nn.Module) -> str | None:
-    """Return what draws random numbers in a module, by a module or an attribute, in words; None
-    where nothing does."""
+    """Return the module or attribute that draws random numbers in a module, in words; None where
+    nothing does."""
     name = dropout_module(module)
     if name is not None:
         return f"dropout in {name}" if name else "dropout"

@@ -269,7 +269,7 @@ class _IndexCache:
         self._before = indices - row
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
-        """Return what the layer has to add to its own count, [tokens]."""
+        """Return the numbers that the layer has to add to its own count, [tokens]."""
         return self._before
 
     def update(

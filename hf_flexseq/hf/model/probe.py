@@ -100,7 +100,7 @@ def probe_model(
         strategies: Of the shared sequences, one after the other.
         changes: (sequence, token) to be changed, one after the other; see `SEQUENCES`.
         gradients: Whether to compare them, too.
-        attach: Gives a model its attention and its positions; None does what a trainer does.
+        attach: Gives a model its attention and its positions; None attaches as a trainer does.
     """
     twin = lively_copy(model, torch.float64)
     sequences = _sequences(twin.config)

@@ -1,6 +1,5 @@
-"""Linear layers that bitsandbytes has quantized (QLoRA). `StandIn` runs in their place on tensors
-without memory, and keeps for its backward what the quantized one keeps: bitsandbytes needs
-numbers.
+"""Linear layers that bitsandbytes has quantized (QLoRA). bitsandbytes needs numbers, so `StandIn`
+runs in their place on tensors without memory, and keeps the same tensors for its backward.
 
 bitsandbytes is recognised by the modules of its classes, and imported by transformers alone.
 """

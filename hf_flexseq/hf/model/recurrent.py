@@ -48,7 +48,7 @@ class UnsupportedRecurrence(NotImplementedError):
 
 
 class RecurrentCall(NamedTuple):
-    """The sizes of what a layer asks for in one call of a recurrent function."""
+    """The kind and the sizes that a layer asks for in one call of a recurrent function."""
 
     kind: str
     """One of `layers.RECURRENT_KINDS`."""
@@ -64,7 +64,8 @@ class RecurrentCall(NamedTuple):
 
 @runtime_checkable
 class NotesCalls(Protocol):
-    """Stands where a context would, when a model is only asked what its layers do (`trial.py`)."""
+    """Replaces the context in a trial, which only notes the calls of a model's layers
+    (`trial.py`)."""
 
     def note_recurrent(self, call: RecurrentCall) -> None:
         """Note a call, without computing anything."""
@@ -166,7 +167,7 @@ def _put_back(scope: dict[str, Any], name: str) -> None:
 
 
 def _dispatcher(name: str, original: Function) -> Function:
-    """Return what stands instead of a function of this name."""
+    """Return the dispatcher that replaces a function of this name."""
     compute = _DISPATCHED[name]
 
     def dispatch(*args: Any, seq_ctx: Any = None, **kwargs: Any) -> Any:
@@ -213,7 +214,7 @@ def _convolution(
 
 
 def _convolution_dtype(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which transformers convolves: autocast's, else that of the weight."""
+    """Return the dtype in which transformers convolves: autocast's, else the weight's."""
     device_type = hidden_states.device.type
     if torch.is_autocast_enabled(device_type) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
@@ -314,7 +315,7 @@ _REFUSED_KEYWORDS = (
 
 
 def _refuse_states(function: str, keywords: dict[str, Any]) -> None:
-    """Raise UnsupportedRecurrence for keywords of a call that ask for what is not computed."""
+    """Raise UnsupportedRecurrence for keywords of a call that hf_flexseq does not compute."""
     for name in _REFUSED_KEYWORDS:
         value = keywords.get(name)
         if value is not None and value is not False:

@@ -6,10 +6,10 @@
 A rehearsal takes a tenth of a second or so for every size of model. Its listeners, context
 managers that see functions of torch or modules, ask one question each:
 
-    trial.py           what do layers ask of attention and recurrent functions? who counts
-                       positions?
-    head_trial.py      what does the forward do with logits and labels?
-    tower_trial.py     what does the forward give its tower, and read of features?
+    trial.py           which attention and recurrence do layers ask for? who counts positions?
+    head_trial.py      how does the forward treat logits and labels?
+    tower_trial.py     which arguments does the forward give its tower, and which features does it
+                       read?
     layer_trial.py     how many bytes do layers keep for their backward? (in hf/engine)
 
 A copy is made in one of two ways:
@@ -32,7 +32,7 @@ Other files are not watched.
 
 Rejected: to compare a small twin of each model with one process before training, as the probe does
 (`probe.py`). It takes many times as long, a twin must be made for every family, and a small model
-may hide what the large one asks for.
+may ask for less than the large one.
 """
 
 import copy
@@ -96,11 +96,11 @@ def rehearse(
     outputs.
 
     Args:
-        forward: The copy, or what is called instead.
+        forward: The copy, or another callable instead.
         given: Arguments.
         listeners: Context managers.
-        mode: That of the copy's fake tensors; None on the meta device.
-        grad: Whether the forward keeps what a backward needs.
+        mode: The mode of the copy's fake tensors; None on the meta device.
+        grad: Whether the forward keeps tensors for a backward.
         autocast: Dtype of autocast in the forward; None without.
         trains: Whether the backward of the outputs' loss runs, too.
     """
@@ -123,7 +123,7 @@ def row_of(*names: str) -> dict[str, torch.Tensor]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return what a rehearsal has raised."""
+    """Return the first line of a rehearsal's error, after the name of its class."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -137,7 +137,7 @@ def class_copy(
     dtype: torch.dtype = torch.bfloat16,
 ) -> PreTrainedModel:
     """Return an empty model of the class and configuration of `model`, on the meta device.
-    attention: name of the implementation of attention of its text; None for that of `model`."""
+    attention: name of its text model's attention implementation; None to keep `model`'s."""
     config = copy.deepcopy(model.config)
     if attention is not None:
         config._attn_implementation = attention_of_text(model, attention)
@@ -225,14 +225,15 @@ def _copied(
 Found = TypeVar("Found")
 
 MOST_MODELS = 16
-"""Results that are kept of one trial; those of more models are found anew."""
+"""Results kept per trial; further models are tried anew."""
 
 _OTHER_OPTIONS = ("bos_token_id", "eos_token_id", "use_cache")
 """Entries of configurations that change no trial: no forward reads the first two, and a trial sets
-the last. Trainers set them after the first trial, to those of their tokenizer and arguments."""
+the last. Trainers set them after the first trial, to the values of their tokenizer and
+arguments."""
 
 _NOTED_ON_CLASSES = "_cached_value"
-"""How names of attributes end in which transformers notes what a class can do, when a model of it
+"""How names of attributes end in which transformers notes a class's abilities, when a model of it
 is first given another attention: no code of a model."""
 
 
@@ -273,8 +274,8 @@ def once_for_equal_models(trial: Callable[..., Found]) -> Callable[..., Found]:
 
 
 def _options_of(model: PreTrainedModel) -> object:
-    """Return what a copy takes from its model's configuration; None if that cannot be written as
-    JSON."""
+    """Return the options that a copy takes from its model's configuration; None if they cannot be
+    written as JSON."""
     try:
         text = text_of(model.config)
     except TypeError:  # such as a function: plain trainers ask for JSON only when they save
@@ -309,8 +310,8 @@ def code_of_model(model: PreTrainedModel) -> list[str]:
 
 def _named_code(kinds: set[type[Any]]) -> Iterator[tuple[str, str, Any]]:
     """Yield (file, name, code) of the functions and classes that models with these modules run, in
-    one order: those in the files of transformers that define the modules and their base classes,
-    those of their classes, and those that make masks."""
+    one order: from the files of transformers that define the modules and their base classes, with
+    the attributes of these classes, and from the file that makes masks."""
     bases = {base for kind in kinds for base in kind.__mro__}
     files = {base.__module__ for base in bases if package(base) == "transformers"}
     for file in sorted({*files, masking_utils.__name__}):

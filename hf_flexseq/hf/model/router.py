@@ -165,7 +165,7 @@ class RouterSums:
         return sums
 
     def _ask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Have the decoder return what its routers have computed."""
+        """Have the decoder return its routers' logits."""
         if "seq_ctx" not in kwargs:
             return None
         return args, {**kwargs, OPTION: True}

@@ -20,8 +20,8 @@ and the head with the rest of the model, and ties them afterwards. So FSDP2 mana
 twice. A rank with fewer rows than others has its share padded, by each of the two in a buffer of
 its own. The optimizer changes one of these; the other is gathered for its module as it was loaded.
 
-**Buffers that no checkpoint has.** transformers computes those of Falcon H1 from the
-configuration, but only for models that it does not shard. In a sharded model it never writes them.
+**Buffers that no checkpoint has.** transformers computes Falcon H1's from the configuration, but
+only for models that it does not shard. In a sharded model it never writes them.
 """
 
 import math

@@ -329,8 +329,8 @@ def has_near_layers(config: PreTrainedConfig) -> bool:
 
 
 def _short_rope(parameters: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return rotary parameters for small heads, whose original length is below that of short
-    sequences."""
+    """Return rotary parameters for small heads, with an original length that short sequences
+    exceed."""
     short = {}
     for name, value in parameters.items():
         if isinstance(value, dict):

@@ -14,9 +14,9 @@ Weights are there for all tiles:
 
     FSDP2     units are layers: a layer gathers its weights before its forward and its backward
     ZeRO-3    each linear layer gathers its own, in every call. So an MLP is made a leaf of
-              DeepSpeed's, which gathers all weights inside of it at once, and what is inside is
-              called without hooks. Both hold for micro-batches without tiles as well: DeepSpeed
-              expects modules to run in the same order in every forward.
+              DeepSpeed's, which gathers all weights inside of it at once, and the modules inside
+              are called without hooks. Both hold for micro-batches without tiles as well:
+              DeepSpeed expects modules to run in the same order in every forward.
 
 So the number of collectives does not depend on the number of tiles, nor on a rank's tokens.
 """
@@ -220,7 +220,7 @@ class _TiledMlp:
 
     def __init__(self, module: nn.Module) -> None:
         self.tiles = 1
-        """Those of the micro-batch whose forward runs."""
+        """Tiles per MLP in the micro-batch whose forward runs."""
         # by checkpointed region, more than one
         self._of_regions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._module = module
@@ -275,7 +275,7 @@ def _leaf(module: nn.Module) -> ExitStack:
 
     DeepSpeed learns the order of modules in the first two micro-batches, and anew when it changes.
     If the first tiles come later, weights of one MLP stay gathered from forward to backward: it
-    does not forget what it had found out about when to free them.
+    does not forget its earlier findings about when to free them.
     """
     from deepspeed.utils import set_z3_leaf_module, z3_leaf_module  # there is one here
 

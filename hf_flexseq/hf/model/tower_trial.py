@@ -1,11 +1,11 @@
-"""Try how a model takes images: what its forward calls and reads, and whether the frames of a
-video depend on each other.
+"""Try how a model takes images: how its forward calls the tower, which features it reads, and
+whether the frames of a video depend on each other.
 
 The forward of an empty copy of the model runs on stand-ins for images, and shows two things.
 
-call    What the forward calls its method for features with: which tensors of an example become
-        which arguments, and the values of other arguments, such as the layer of the tower that a
-        configuration names. Features of the same call are what the forward would have made.
+call    The arguments of the forward's call to its method for features: which tensors of an example
+        become which arguments, and the values of other arguments, such as the layer of the tower
+        that a configuration names. Features of the same call equal the forward's own.
 reads   Which fields of the features the forward reads, when it is given them. Rows of features
         travel to the ranks that need them. A field that is something else would be missing there.
 
@@ -63,7 +63,7 @@ class Modality:
     method: str
     """Name of the method that encodes them."""
     arguments: Mapping[str, str]
-    """Name of the method's argument by that of the tensor which examples bring."""
+    """Name of the method's argument, by name of the tensor which examples bring."""
     casts: frozenset[str]
     """Tensors that the forward casts to the dtype of its embedding."""
     options: Mapping[str, Any]

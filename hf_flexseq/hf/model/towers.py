@@ -3,8 +3,8 @@ trained, and its sizes. And rows with tokens that stand for images, video or aud
 refused where a model takes text alone.
 
 A tower is all of a model that is neither its text model nor embedding or head: the vision model
-with its projector, and towers of other modalities. Models with towers train on text, where their
-layers are those of a text model. Which of them take images is found out in `vision.py`.
+with its projector, and towers of other modalities. Models with towers train on text, where they
+run the layers of a text model. Which of them take images is found out in `vision.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -83,8 +83,8 @@ def trained_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _parts_of(module: nn.Module, path: str, trained: dict[str, bool]) -> Iterator[str]:
-    """Yield those of a module. path: its name with a dot, "" for the model. trained: by name of a
-    parameter of the model."""
+    """Yield the names of a module's trained parts, as `trained_parts` does. path: its name with a
+    dot, "" for the model. trained: by name of a parameter of the model."""
     own = [value for name, value in trained.items() if name.startswith(path)]
     if not any(own):
         return
@@ -103,7 +103,7 @@ def _parts_of(module: nn.Module, path: str, trained: dict[str, bool]) -> Iterato
 
 def tower_shape(model: nn.Module) -> TowerShape | None:
     """Return the sizes of the vision tower of `model`, by its configuration; None without one.
-    Those of a usual tower stand for sizes that a configuration does not have."""
+    The usual size replaces any that a configuration does not have."""
     parameters = tower_parameters(model)
     config: Any = getattr(model, "config", None)
     vision = getattr(config, "vision_config", None)
@@ -167,7 +167,7 @@ def _path_to(config: Any, wanted: Any) -> list[str] | None:
 
 
 def patch_size(config: Any) -> int:
-    """Return the width of a patch in pixels, for what a tower costs."""
+    """Return the width of a patch in pixels, as a tower's cost needs it."""
     size = getattr(getattr(config, "vision_config", None), "patch_size", 14)
     if isinstance(size, (list, tuple)):
         size = size[-1]
@@ -214,7 +214,8 @@ class TextReader:
 
 
 def reader_of_text(config: PreTrainedConfig, why: str) -> TextReader | None:
-    """Return what refuses rows with other tokens than text; None for a model of text."""
+    """Return the reader that refuses rows with other tokens than text; None for a model of
+    text."""
     return None if config.get_text_config() is config else TextReader(config, why)
 
 

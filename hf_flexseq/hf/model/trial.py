@@ -1,4 +1,4 @@
-"""Run one forward of an empty copy of a model (`rehearsal.py`), and note what its layers ask for.
+"""Run one forward of an empty copy of a model (`rehearsal.py`), and note the calls of its layers.
 
 attention    Its attention returns empty tensors, and so do its recurrent functions
              (`recurrent.py`) and its experts, whose routing would need numbers.
@@ -153,7 +153,7 @@ class Trial:
 
 @once_for_equal_models
 def try_model(model: PreTrainedModel) -> Trial:
-    """Run one forward of an empty copy of `model`, and return what was seen."""
+    """Run one forward of an empty copy of `model`, and return the trial's findings."""
     # Without images no token is in a block, whatever a mask would do with types.
     has_towers = model.config.get_text_config() is not model.config
     seen = Trial(allows_blocks=has_towers)
@@ -169,7 +169,7 @@ def try_model(model: PreTrainedModel) -> Trial:
 @once_for_equal_models
 def try_types(model: PreTrainedModel) -> Trial:
     """Run one forward of an empty copy of `model` on tokens some of which stand for an image,
-    without its features, and return what was seen: its masks may show images both ways."""
+    without its features, and return the trial's findings: its masks may show images both ways."""
     taken = inspect.signature(unsharded_class(model).forward).parameters
     seen = Trial(allows_blocks=True, types=[name for name in TYPES if name in taken])
     values = torch.zeros(1, TOKENS, dtype=torch.int64)
@@ -186,8 +186,8 @@ def _run(
     copies_users_modules: bool = True,
     types: Mapping[str, torch.Tensor] | None = None,
 ) -> bool:
-    """Run one forward of an empty copy of `model`, and note in `seen` what it does. Returns True
-    if the copy had modules of the user's. types: columns that say which tokens are of images."""
+    """Run one forward of an empty copy of `model`, and note its calls in `seen`. Returns True if
+    the copy had modules of the user's. types: columns that say which tokens are of images."""
     has_users_modules = False
     try:
         tried = class_copy(model, attention=_TRIAL)
@@ -300,9 +300,8 @@ def _trial_attention(
     seq_ctx: Trial | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stand for `flexseq_attention`, and note in `seq_ctx` what the layer asks for: query [1,
-    heads, tokens, D], key and value [1, kv_heads, tokens, D or V] -> an empty [1, tokens, heads,
-    V]."""
+    """Replace `flexseq_attention`, and note the layer's call in `seq_ctx`: query [1, heads,
+    tokens, D], key and value [1, kv_heads, tokens, D or V] -> an empty [1, tokens, heads, V]."""
     name = type(module).__name__
     if seq_ctx is None:
         raise UnsupportedAttention(f"{name} is not given the keyword arguments of the model")
@@ -357,8 +356,8 @@ AttentionMaskInterface.register(_TRIAL, _trial_mask)
 
 
 def _compare_with_mask(name: str, asked: Asked, mask: torch.Tensor, seen: Trial) -> str | None:
-    """Raise UnsupportedAttention unless the mask of a layer of class `name` shows what is
-    computed. Returns how it shows images both ways, as in `Call.blocks`."""
+    """Raise UnsupportedAttention unless the mask of a layer of class `name` shows the keys that
+    `asked` reads. Returns how it shows images both ways, as in `Call.blocks`."""
     # Gemma 4 cuts masks to the last queries, which in training are all of them: a view.
     whole = mask if mask._base is None else mask._base
     rule = getattr(whole, _RULE, None)

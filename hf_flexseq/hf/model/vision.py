@@ -1,4 +1,4 @@
-"""Images of vision-language models: what examples bring of them, and how the model gets their
+"""Images of vision-language models: the tensors that examples bring, and how the model gets their
 features.
 
 transformers' models for images have a method for each modality, `get_image_features` and
@@ -74,7 +74,7 @@ class VisionModel:
 
     @property
     def modalities(self) -> list[str]:
-        """Names of what it takes, of `plan.images.MODALITIES`."""
+        """Names of the modalities that it takes, of `plan.images.MODALITIES`."""
         return list(self._modalities)
 
     def arguments_of(self, modality: str) -> list[str]:
@@ -125,8 +125,8 @@ class VisionModel:
         tensors: Mapping[str, torch.Tensor],
         types: torch.Tensor | None,
     ) -> list[Image]:
-        """Return the images of a sequence. ids: [tokens]. tensors: what the example brings.
-        types: [tokens] the column KINDS, if it has one."""
+        """Return the images of a sequence. ids: [tokens]. tensors: of the example, by name. types:
+        [tokens] the column KINDS, if it has one."""
         self._check_names(tensors)
         for name, token in self._others.items():
             if (ids == token).any():
@@ -270,8 +270,8 @@ class VisionModel:
 
     @property
     def weights(self) -> Weights:
-        """What tells if parameters that features depend on have been changed, or adapters
-        switched."""
+        """Marks of the parameters that features depend on, and of active adapters: they differ
+        once parameters have been changed, or adapters switched."""
         return weights_of(self._read), adapters_of_towers(self._base)
 
     def first_values(self) -> torch.Tensor:
@@ -292,8 +292,8 @@ class VisionModel:
 
     def forget_gradients(self) -> None:
         """Set the tower's gradients under ZeRO-3 to 0, before a step. DeepSpeed overwrites
-        gradients in the first micro-batch of a step alone and adds to them in later ones; those of
-        the tower come with the last, and in a step without images not at all."""
+        gradients in the first micro-batch of a step alone and adds to them in later ones; the
+        tower's gradients come with the last, and in a step without images not at all."""
         for parameter in self._tower:
             if parameter.requires_grad and hasattr(parameter, "_z3_optimizer"):
                 from deepspeed.utils import safe_set_local_grad  # there is one where it shards
@@ -312,7 +312,8 @@ class VisionModel:
 
     def encode(self, images: Sequence[Image], calls: int) -> torch.Tensor:
         """Return the features of all tokens of `images`, [tokens, width], one image after the
-        other; those of layers stand beside those of the embedding. calls: see `Tower`."""
+        other. A row has the embedding's features first, then the features of each layer that gets
+        its own. calls: see `Tower`."""
         batches = batches_of(images)
         encoded: dict[int, torch.Tensor] = {}
         for together in batches:
@@ -332,7 +333,7 @@ class VisionModel:
         return torch.cat(streams, dim=1)
 
     def _outputs(self, images: Sequence[Image]) -> Any:
-        """Return what the model's method for features makes of images, in one call."""
+        """Return the outputs of the model's method for features, called once on `images`."""
         modality = self._modalities[images[0].modality]
         arguments = dict(modality.options)
         for name in images[0].arguments:

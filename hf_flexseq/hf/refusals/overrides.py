@@ -54,7 +54,7 @@ class Rule:
     """Difference, or reason of the refusal."""
 
     instead: str = ""
-    """Advice: what the user can do instead."""
+    """Advice: the user's alternative."""
 
 
 RULES = (

@@ -17,7 +17,7 @@ from hf_flexseq.hf.model.router import asks_for_router_loss
 
 
 def wants_predictions(trainer: Any, *, predicts: bool) -> bool:
-    """Tell if an evaluation, or `predict()` where `predicts`, needs what belongs to tokens."""
+    """Tell if an evaluation, or `predict()` where `predicts`, needs predictions per token."""
     if trainer.args.prediction_loss_only:
         return False
     return predicts or trainer.compute_metrics is not None
@@ -70,7 +70,7 @@ def _states(case: Predicting) -> str | None:
 
 
 def _loss_of_samples(case: Predicting) -> str | None:
-    """Find losses of samples that are not a sum of what the head says of their tokens."""
+    """Find losses of samples that are not a sum of the head's figures for their tokens."""
     trainer, model = case.trainer, case.model
     if "loss" not in trainer.args.include_for_metrics or has_own_loss(trainer):
         return None

@@ -1,9 +1,9 @@
 """Trainers and training arguments that hf_flexseq refuses.
 
-`TRAINER` holds for every trainer, `NEXT_TOKEN` for those of causal language models but for TRL's
-objectives, `ON_SAMPLES` for a loss that the trainer computes on its own batches, `MODEL` for a
-trainer together with its model. Overridden methods have their rules in `overrides.py`, datasets in
-`hf/engine/dataset_checks.py`, models in `hf/model/checks.py`.
+`TRAINER` holds for every trainer, `NEXT_TOKEN` for trainers of causal language models but for
+TRL's objectives, `ON_SAMPLES` for a loss that the trainer computes on its own batches, `MODEL` for
+a trainer together with its model. Overridden methods have their rules in `overrides.py`, datasets
+in `hf/engine/dataset_checks.py`, models in `hf/model/checks.py`.
 """
 
 import logging
@@ -202,7 +202,7 @@ def _own_samples(trainer: Any) -> str | None:
 
 
 def _classes_with(trainer: Any, name: str) -> list[type]:
-    """Return the classes of a trainer, but for those of hf_flexseq, that define an attribute."""
+    """Return the classes of a trainer that define an attribute, except hf_flexseq's own."""
     classes = type(trainer).__mro__
     return [cls for cls in classes if name in vars(cls) and package(cls) != "hf_flexseq"]
 

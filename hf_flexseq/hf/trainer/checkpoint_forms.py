@@ -1,8 +1,8 @@
 """Checkpoints in other forms than the Trainer's own, where that one fails:
 
-* transformers converts the model's weights: those of a mixture of experts lie in a file expert by
-  expert, and in the model as one tensor. The Trainer finds no tensor of that name, warns, and goes
-  on with the experts that the model had.
+* transformers converts the model's weights: a mixture of experts has a tensor per expert in the
+  file, and one tensor for all in the model. The Trainer finds no tensor of that name, warns, and
+  goes on with the experts that the model had.
 * transformers' `DistributedConfig` has sharded the model (FSDP2, HSDP, experts). The Trainer
   writes such a model's weights, gathered, and refuses to write more. Here the optimizer's state is
   written too (`checkpoints/sharded_optimizer.py`), so such a run resumes, on the same ranks or on
@@ -283,8 +283,8 @@ def _stored(path: Path, names: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read(model: PreTrainedModel, path: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a second model with the weights of a checkpoint, and what transformers says about
-    them. It is sharded as `model` is, unless transformers would mix up rows of it."""
+    """Return a second model with the weights of a checkpoint, and transformers' loading report. It
+    is sharded as `model` is, unless transformers would mix up rows of it."""
     is_sharded = is_sharded_at_load(model)
     second, found = _second_model(model, path, is_sharded=is_sharded)
     if is_sharded and misplaced_parts(second) is not None:
@@ -296,8 +296,8 @@ def _read(model: PreTrainedModel, path: Path) -> tuple[PreTrainedModel, dict[str
 def _second_model(
     model: PreTrainedModel, path: Path, *, is_sharded: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a second model, and what transformers says about its weights. A sharded one lies on
-    the meshes of `model`: no process group is made."""
+    """Return a second model, and transformers' loading report. A sharded one uses the meshes of
+    `model`: no process group is made."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # it computes nothing
     kind = unsharded_class(model)
@@ -352,8 +352,8 @@ def _dtype(model: PreTrainedModel) -> torch.dtype:
 def _copy(
     source: tuple[PreTrainedModel, dict[str, Any]], model: PreTrainedModel, path: Path
 ) -> None:
-    """Copy a second model's weights into `model`, and from the checkpoint what the user has added
-    to it. source: as `_read` returns it. Raises ValueError if some do not fit."""
+    """Copy a second model's weights into `model`, and from the checkpoint the tensors that the
+    user has added to it. source: as `_read` returns it. Raises ValueError if some do not fit."""
     second, found = source
     own = model.state_dict()
     read = second.state_dict()

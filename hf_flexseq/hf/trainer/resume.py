@@ -123,7 +123,7 @@ def _step(folder: Path) -> int:
 
 
 def _advice(folder: Path, problem: str) -> str:
-    """Return what the user may do about a checkpoint that cannot be gone on from."""
+    """Return advice to the user about a checkpoint that cannot be resumed."""
     others = [other for other in _newest_first(folder.parent) if other != folder]
     for other in others:
         if inspect(other).problem is None:

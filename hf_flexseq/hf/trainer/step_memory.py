@@ -1,11 +1,11 @@
-"""What becomes of a run in which a rank runs out of memory.
+"""How a run ends and starts again when a rank runs out of memory.
 
-What a rank holds in a micro-batch is bounded by `max_tokens_per_rank`, or by the memory model.
-Where that was too much, the error gets a note with what the micro-batch held and what to set
+`max_tokens_per_rank`, or the memory model, bounds the tokens that a rank holds in a micro-batch.
+Where these were too many, the error gets a note with the micro-batch's tokens and options to set
 (`out_of_memory.py`).
 
-With `auto_find_batch_size=True` the cap is lowered as well, to `SHARE` of what the fullest rank
-held in that micro-batch. It is written into `output_dir`, and every start of the run reads it:
+With `auto_find_batch_size=True` the cap is lowered as well, to `SHARE` of the fullest rank's
+tokens in that micro-batch. It is written into `output_dir`, and every start of the run reads it:
 
     one process      training starts again at once, as under the plain Trainer: from the checkpoint
                      that was saved last, or from where it began if no step was done
@@ -14,7 +14,7 @@ held in that micro-batch. It is written into `output_dir`, and every start of th
 
 Rejected: to run the step again. On several ranks others are in the middle of exchanges with this
 one, and torch can take none of them back. On one process gradients, random numbers, buffers and
-what losses have counted would have to be put back.
+the losses' counters would have to be put back.
 """
 
 import copy
@@ -115,7 +115,7 @@ class StepMemory:
             raise
 
     def _left_to_next_start(self, ran_out: RanOut) -> str:
-        """Write a lowered cap; return what happened and what follows."""
+        """Write a lowered cap; return the event and its consequence, in words."""
         problem = self._written(ran_out.lowered)
         self._has_lowered = problem is None
         what = ran_out.what
@@ -176,8 +176,8 @@ def _recorded(path: Path) -> int | None:
 
 
 def _restoring_numbers(trainer: Any) -> Callable[[], None]:
-    """Return what gives a trainer, which may be one of TRL's, its numbers and metrics back as they
-    are now."""
+    """Return a function that gives a trainer, which may be one of TRL's, its numbers and metrics
+    back as they are now."""
     numbers = {n: one for n, one in vars(trainer).items() if isinstance(one, int | float)}
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
 

@@ -199,7 +199,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         return FlexSeqEngine(self.accelerator, options, **common)
 
     def _make_loss(self) -> StepLoss:
-        """Return what computes the loss of steps."""
+        """Return the object that computes the loss of steps."""
         kind = LossOnSamples if is_on_samples(self) else NextTokenLoss
         return kind(self, self.flexseq)
 
@@ -211,7 +211,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         return timedelta(seconds=self.args.ddp_timeout)
 
     def _settings_of_model(self) -> ModelSettings:
-        """Return what is set for the model here, and keep the Trainer from doing the same."""
+        """Return the settings for the model, and keep the Trainer from applying the same."""
         alpha = self.args.neftune_noise_alpha
         self.neftune_noise_alpha = None  # its own noise would depend on the plan
         smoothing = self.args.label_smoothing_factor

@@ -1,4 +1,4 @@
-"""What the log of a Trainer gets besides the Trainer's own entries.
+"""The entries in the log of a Trainer besides the Trainer's own.
 
 remarks        where code of the user's sees something else than under the plain Trainer, and
                columns that are dropped
@@ -21,7 +21,7 @@ logger = logging.getLogger("hf_flexseq.hf.trainer.trainer")
 
 
 class TrainerLog:
-    """Collects what the log of one trainer gets; rank 0 writes it."""
+    """Collects the entries for one trainer's log; rank 0 writes them."""
 
     def __init__(self, trainer: Trainer, cost_model: str) -> None:
         """cost_model: as in `FlexSeqArguments`."""
