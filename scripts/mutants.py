@@ -1,6 +1,6 @@
 """Mutants of the code that decides what is computed, and the tests that kill each.
 
-    nice -n 19 python scripts/mutants.py --json mutants.json > mutants.md
+    nice -n 19 python scripts/mutants.py --json mutants.json
     nice -n 19 python scripts/mutants.py --again mutants.json --killers 1 --json later.json
 
 A mutant is the package with one small fault: a comparison, a bound or an argument is another one,
@@ -9,7 +9,7 @@ mutant that no test kills shows code that is checked by nothing, and one with a 
 a test that nothing replaces. `--again` takes the mutants of a record, finds them in the code as it
 stands, tries the recorded killers first, and so shows whether any has lost its last one.
 
-1. The mutants are drawn with a seed, in the files of `GROUPS`, spread over groups by lines.
+1. The mutants are drawn with a seed, each of another line of the files of `GROUPS`.
 2. pytest collects the tests once, in this process. Every test runs once, in a fork, with a probe
    at each mutated statement: a mutant needs only the tests that reach it. Probes write to shared
    memory, so that ranks which are forks count as well.
@@ -18,9 +18,9 @@ stands, tries the recorded killers first, and so shows whether any has lost its 
    A failure under the clock, or of a test that starts processes, counts only if the same test
    passes right afterwards without the mutant.
 
-All that is found is kept in the folder `--state`: the same command goes on where it was stopped,
-and a larger `--budget` continues mutants that were given up. Not seen are faults in code that runs
-at import, in annotations, in messages of errors, and killers that start a new interpreter.
+The record is written after every mutant, and the same command goes on where it was stopped. Not
+seen are faults in code that runs at import, in annotations, in messages of errors, and killers
+that start a new interpreter.
 """
 
 import argparse
@@ -58,7 +58,7 @@ GROUPS = {
     "attention/uploads",
     "exchange": "steps/exchange steps/token_words distributed/all_to_all",
     "merges": "kernels/merge kernels/fused_operations",
-    "reduction": "hf/engine/reduction hf/engine/gradients distributed/reduction "
+    "reduction": "hf/engine/reduction hf/engine/finished_steps distributed/reduction "
     "pipeline/reduction",
     "loss": "kernels/chunked_loss kernels/token_outputs hf/model/loss hf/losses/step_loss "
     "hf/losses/next_token hf/losses/known_weights hf/losses/token_means steps/loss_masks "
@@ -66,7 +66,6 @@ GROUPS = {
 }
 MOST_S = 600.0  # of a test without a mutant
 MOST_BYTES = 8 * 2**30  # data of a process, as a mutant may ask for anything
-STATES = ("killed", "timed out", "survived", "given up", "not reached", "not run", "gone")
 LATE = " (time out)"  # behind a killer
 
 # ---- the faults
@@ -104,6 +103,11 @@ class Mutant(NamedTuple):
     @property
     def key(self) -> str:
         return key_of(self._asdict())
+
+    def row(self) -> dict[str, Any]:
+        """Return what a record says of it; the rest is found again."""
+        names = self._fields[: self._fields.index("start")]
+        return {name: getattr(self, name) for name in names}
 
     def source(self) -> str:
         """Return the text of the file with the fault; every other line stays where it was."""
@@ -215,36 +219,23 @@ def mutants_of(group: str, file: str) -> list[Mutant]:
     return found
 
 
-def all_mutants() -> dict[str, list[Mutant]]:
-    """Return all faults, by group."""
-    found: dict[str, list[Mutant]] = {}
+def all_mutants() -> list[Mutant]:
+    """Return all faults."""
+    found = []
     for group, patterns in GROUPS.items():
         files = {path for one in patterns.split() for path in PACKAGE.glob(f"{one}.py")}
-        found[group] = []
         for path in sorted(files):
-            found[group] += mutants_of(group, str(path.relative_to(ROOT)))
+            found += mutants_of(group, str(path.relative_to(ROOT)))
     return found
 
 
 def drawn(count: int, seed: int) -> list[Mutant]:
-    """Return `count` mutants, each of another line: of every group by its share of the lines, and
-    at least half of what it had if groups were equal."""
-    by_line: dict[str, dict[tuple[str, int], list[Mutant]]] = {}
-    for group, mutants in all_mutants().items():
-        by_line[group] = {}
-        for mutant in mutants:
-            by_line[group].setdefault((mutant.file, mutant.line), []).append(mutant)
-    total, least = sum(map(len, by_line.values())), count // (2 * len(GROUPS))
-    counts = {}
-    for group, lines in by_line.items():
-        counts[group] = min(max(count * len(lines) // total, least), len(lines))
-    counts["program"] += count - sum(counts.values())  # the largest group takes the difference
-    chosen = []
-    for group, lines in by_line.items():
-        dice = random.Random(f"{seed} {group}")
-        for line in sorted(dice.sample(sorted(lines), counts[group])):
-            chosen.append(dice.choice(lines[line]))
-    return chosen
+    """Return `count` mutants, each of another line."""
+    by_line: dict[tuple[str, int], list[Mutant]] = {}
+    for mutant in all_mutants():
+        by_line.setdefault((mutant.file, mutant.line), []).append(mutant)
+    dice = random.Random(seed)
+    return [dice.choice(by_line[line]) for line in sorted(dice.sample(sorted(by_line), count))]
 
 
 # ---- code that is exchanged while the process runs
@@ -320,13 +311,13 @@ class Functions:
 class Runner:
     """Tests that pytest has collected, run in forks of its process: a pytest plugin."""
 
-    def __init__(self, options: argparse.Namespace, mutants: list[Mutant]) -> None:
+    def __init__(self, options: argparse.Namespace, mutants: list[Mutant], save: Any) -> None:
+        """save: is called after every mutant."""
         self.options = options
         self.mutants = mutants
+        self.save = save
         self.reached: dict[str, Any] = {}
         """By test: its outcome, its seconds, and the indices of the mutants that it reaches."""
-        self.results: dict[str, Any] = {}
-        """By key of a mutant."""
         self._outcome = "p"  # of the test that runs, in a fork
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -338,24 +329,13 @@ class Runner:
         self.folder = session.config._tmp_path_factory.getbasetemp()  # one for all forks
         self.functions = Functions({mutant.file for mutant in self.mutants})
         self.plant_probes()
-        self.reached |= self.saved("reached.jsonl")
-        self.results |= self.saved("results.jsonl")
         for test in self.items:
-            if test not in self.reached:
-                self.reach(test)
-        for index in range(len(self.mutants)):
-            self.find_killers(index)
+            self.reached[test] = self.reach(test)
+        for index, mutant in enumerate(self.mutants):
+            found = self.find_killers(index)
+            print(index, found["state"], mutant.file, mutant.line, file=sys.stderr, flush=True)
+            self.save(mutant.row() | found)
         return True
-
-    def saved(self, name: str) -> dict[str, Any]:
-        """Return what a run before this one has found."""
-        path = self.options.state / name
-        lines = path.read_text().splitlines() if path.exists() else []
-        return dict(map(json.loads, lines))
-
-    def save(self, name: str, key: str, found: Any) -> None:
-        with (self.options.state / name).open("a") as log:
-            log.write(json.dumps([key, found]) + "\n")
 
     def in_fork(self, tests: list[str], prepare: Any, limit: float = 0) -> str:
         """Run tests after `prepare()` in a fork, up to the first that fails. Return a letter for
@@ -414,17 +394,16 @@ class Runner:
         for code in self.with_probes:
             self.functions.exchange(code)
 
-    def reach(self, test: str) -> None:
-        """Run a test without a mutant."""
+    def reach(self, test: str) -> dict[str, Any]:
+        """Run a test without a mutant, and return what it reaches."""
         self.shared[:] = bytes(len(self.shared))
         started = time.monotonic()
         outcome = self.in_fork([test], self.set_probes, MOST_S)
-        seconds = round(time.monotonic() - started, 2)
-        hit = [index for index, byte in enumerate(self.shared[:]) if byte]
-        self.reached[test] = {"outcome": outcome, "seconds": seconds, "mutants": hit}
-        self.save("reached.jsonl", test, self.reached[test])
         if outcome in "ft":
             print(f"fails without a mutant: {test}", file=sys.stderr, flush=True)
+        seconds = round(time.monotonic() - started, 2)
+        hit = [index for index, byte in enumerate(self.shared[:]) if byte]
+        return {"outcome": outcome, "seconds": seconds, "mutants": hit}
 
     # ---- 3. the tests that kill it
 
@@ -446,41 +425,35 @@ class Runner:
             variants[function_of(test)] += 1
         return [test for *_, test in sorted(ranked)]
 
-    def find_killers(self, index: int) -> None:
-        """Run tests on a mutant that have not been run on it, and save what was found."""
+    def find_killers(self, index: int) -> dict[str, Any]:
+        """Run tests on a mutant, and return what they have done to it."""
         mutant = self.mutants[index]
         order = self.order(index)
-        found: dict[str, Any] = {"killers": [], "run": [], "seconds": 0.0}
-        found |= copy.deepcopy(self.results.get(mutant.key, {}))
         module = compiled(mutant.file, mutant.source())
 
         def prepare() -> None:
             assert self.functions.exchange(module), "no function has changed"
 
-        while len(found["killers"]) < self.options.killers:
-            tests = self.next_tests(found, order)
+        killers: list[str] = []
+        run: list[str] = []
+        while len(killers) < self.options.killers:
+            tests = self.next_tests(killers, run, order)
             if not tests:
                 break
             said = self.in_fork(tests, prepare)
-            last = tests[len(said) - 1]
-            found["seconds"] += sum(self.reached[test]["seconds"] for test in tests[: len(said)])
-            found["run"] += tests[: len(said)]
-            if said[-1] in "ft" and self.is_killer(last, said, prepare):
-                found["killers"].append(last + LATE * (said[-1] == "t"))
-        found["reaching"] = len(order)
-        found["state"] = state_of(found["killers"], len(found["run"]), len(order))
-        if found != self.results.get(mutant.key):
-            self.results[mutant.key] = found
-            self.save("results.jsonl", mutant.key, found)
-            print(index, found["state"], mutant.file, mutant.line, file=sys.stderr, flush=True)
+            run += tests[: len(said)]
+            if said[-1] in "ft" and self.is_killer(run[-1], said, prepare):
+                killers.append(run[-1] + LATE * (said[-1] == "t"))
+        state = state_of(killers, len(run), len(order))
+        return {"state": state, "killers": killers, "run": len(run), "reaching": len(order)}
 
-    def next_tests(self, found: Any, order: list[str]) -> list[str]:
+    def next_tests(self, killers: list[str], run: list[str], order: list[str]) -> list[str]:
         """Return the tests to be run next, in one fork: all that the budget allows."""
-        dead = {function_of(one) for one in found["killers"]}
-        left_s = self.options.budget - found["seconds"]
+        dead = {function_of(one) for one in killers}
+        left_s = self.options.budget - sum(self.reached[test]["seconds"] for test in run)
         tests = []
         for test in order:
-            if test not in found["run"] and function_of(test) not in dead:
+            if test not in run and function_of(test) not in dead:
                 left_s -= self.reached[test]["seconds"]
                 if left_s < 0:
                     break
@@ -514,24 +487,27 @@ def state_of(killers: list[str], run: int, reaching: int) -> str:
 # ---- the record
 
 
+def write_record(path: Path, head: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    lines = ",\n".join(map(json.dumps, rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".new")  # a run may be stopped while it writes
+    whole.write_text(f'{json.dumps(head)[:-1]}, "mutants": [\n{lines}\n]}}\n')
+    whole.replace(path)
+
+
 def print_page(rows: list[dict[str, Any]]) -> None:
-    """Print how many mutants of each group were killed, and those with no killer or one."""
-    print(f"| group | mutants | {' | '.join(STATES)} | one killer |")
-    print("|---|" + "---:|" * (len(STATES) + 2))
-    for group in (*GROUPS, "all"):
-        own = [row for row in rows if group in (row["group"], "all")]
-        states = [row["state"] for row in own]
-        alone = sum(len(row["killers"]) == 1 for row in own)
-        cells = [group, len(own), *map(states.count, STATES), alone]
-        print(f"| {' | '.join(map(str, cells))} |")
-    print()
+    """Print what became of the mutants of each group, and those with no killer or one."""
+    for group in GROUPS:
+        counts = Counter(row["state"] for row in rows if row["group"] == group)
+        said = "".join(f", {count} {state}" for state, count in counts.most_common())
+        print(f"* {group}: {counts.total()} mutants{said}")
     for row in sorted(rows, key=lambda row: len(row["killers"])):
-        if len(row["killers"]) < 2 and row["state"] not in ("not run", "gone"):
+        if len(row["killers"]) < 2 and row["state"] != "gone":
             old, new = (" ".join(row[one].split()) for one in ("old", "new"))
+            run = f"{row['run']} tests run of {row['reaching']} that reach it"
             by = ", ".join(row["killers"]) or "none"
-            counts = f"{row['run']} tests run of {row['reaching']} that reach it"
             where = f"{row['file']}:{row['line']}"
-            print(f"* {where}: `{old}` -> `{new}`: {row['state']}, killer {by}; {counts}")
+            print(f"* {where}: `{old}` -> `{new}`: {row['state']}, killer {by}; {run}")
 
 
 def main() -> None:
@@ -543,25 +519,36 @@ def main() -> None:
     parser.add_argument("--again", type=Path, metavar="JSON", help="the mutants of a record")
     parser.add_argument("--killers", type=int, default=3, help="test functions to find (3)")
     parser.add_argument("--budget", type=float, default=60, help="seconds of tests a mutant (60)")
-    parser.add_argument("--state", type=Path, default=ROOT / "build/mutants", help="folder")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
+    parser.add_argument("--json", type=Path, default=ROOT / "build/mutants.json", help="record")
     parser.add_argument("tests", nargs="*", help="arguments for pytest; all tests if none")
     options = parser.parse_args()
-    recorded = json.loads(options.again.read_text())["mutants"] if options.again else []
-    here = {mutant.key: mutant for group in all_mutants().values() for mutant in group}
-    options.known = {
-        key_of(row): [one.removesuffix(LATE) for one in row["killers"]] for row in recorded
-    }
-    mutants = [here[key] for key in options.known if key in here]
-    gone = [row | {"state": "gone"} for row in recorded if key_of(row) not in here]
+    path = options.json.absolute()
+    tree = subprocess.check_output(["git", "rev-parse", "HEAD:hf_flexseq"], text=True, cwd=ROOT)
+    head = {"command": " ".join(["python", "scripts/mutants.py", *sys.argv[1:]])}
+    head |= {"date": time.strftime("%Y-%m-%d"), "tree of hf_flexseq": tree.strip()}
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        before = json.loads(path.read_text())
+        if before["command"] != head["command"] or before["tree of hf_flexseq"] != tree.strip():
+            parser.error(f"{path} is the record of another command, or of other code")
+        rows = before["mutants"]
+    options.known = {}
     if options.again is None:
         mutants = drawn(options.count, options.seed)
-    options.state.mkdir(parents=True, exist_ok=True)
-    drawn_file, keys = options.state / "mutants.json", [mutant.key for mutant in mutants]
-    if drawn_file.exists() and json.loads(drawn_file.read_text()) != keys:
-        parser.error(f"{options.state} holds results of other mutants: give another --state")
-    drawn_file.write_text(json.dumps(keys))
+    else:
+        here = {mutant.key: mutant for mutant in all_mutants()}
+        recorded = {key_of(row): row for row in json.loads(options.again.read_text())["mutants"]}
+        for key, row in recorded.items():
+            options.known[key] = [one.removesuffix(LATE) for one in row["killers"]]
+        mutants = [here[key] for key in recorded if key in here]
+        gone = [row | {"state": "gone"} for key, row in recorded.items() if key not in here]
+        rows = rows or gone
+    done = set(map(key_of, rows))
     os.chdir(ROOT)
+
+    def save(row: dict[str, Any]) -> None:
+        rows.append(row)
+        write_record(path, head, rows)
 
     import pytest
     from hypothesis import Phase, settings
@@ -570,25 +557,14 @@ def main() -> None:
     phases = (Phase.explicit, Phase.generate)
     settings.register_profile("mutants", derandomize=True, database=None, phases=phases)
     settings.load_profile("mutants")
-    runner = Runner(options, mutants)
     words = ["-q", "-s", "-p", "no:cacheprovider", "-o", "timeout=0", "-W", "ignore"]
     words += ["--ignore", "tests/scripts/test_mutants.py"]  # which plants faults itself
-    words += ["--basetemp", str(options.state / "tmp"), *options.tests]
-    with contextlib.redirect_stdout(sys.stderr):
-        pytest.main(words, [runner])
-    rows = []
-    for mutant in mutants:
-        found = {"state": "not run", "killers": [], "run": [], "reaching": 0}
-        found |= runner.results.get(mutant.key, {})
-        row = mutant._asdict() | found | {"run": len(found["run"])}
-        rows.append({name: row[name] for name in row if name not in ("start", "statement")})
-    if options.json:
-        tree = subprocess.check_output(["git", "rev-parse", "HEAD:hf_flexseq"], text=True)
-        head = {"command": " ".join(["python", "scripts/mutants.py", *sys.argv[1:]])}
-        head |= {"date": time.strftime("%Y-%m-%d"), "tree of hf_flexseq": tree.strip()}
-        lines = ",\n".join(map(json.dumps, [*rows, *gone]))
-        options.json.write_text(f'{json.dumps(head)[:-1]}, "mutants": [\n{lines}\n]}}\n')
-    print_page(rows + gone)
+    words += ["--basetemp", str(path.with_suffix(".tmp")), *options.tests]
+    left = [mutant for mutant in mutants if mutant.key not in done]
+    if left:
+        with contextlib.redirect_stdout(sys.stderr):
+            pytest.main(words, [Runner(options, left, save)])
+    print_page(rows)
 
 
 if __name__ == "__main__":

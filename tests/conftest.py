@@ -8,13 +8,14 @@
     pytest -m kernels        kernels of packages that no other test needs, interpreted on a CPU
     pytest --device cuda     those that a GPU can run, and no other (`device.py`)
 
-A test that forks ranks or starts a command is marked `processes`, one that computes for many
-seconds `slow`; every other test is `quick`. A quick test that starts a process all the same fails,
-whichever set runs, and says which mark it lacks.
+A test that forks ranks or starts a command is marked `processes`, one that computes for more than
+a third of a second `slow`; every other test is `quick`. A quick test that starts a process all the
+same fails, whichever set runs, and says which mark it lacks.
 
 Every test runs on one thread, because ranks are forked and a forked child of a multi-threaded
-parent can hang. What was imported by then is left out of garbage collection, and again after every
-file: a full collection, which accelerate asks for after every training, would walk all of it. A
+parent can hang. Python's garbage collector would take a third of the time in which pytest finds
+the tests, so it starts afterwards, and leaves out all objects of that time, and again after every
+file: a full collection, which accelerate asks for after every training, would walk all of them. A
 forked rank leaves out all that its parent had (`ranks.py`). And every test finds the process as
 the first one did: training arguments leave environment variables and accelerate's state behind,
 which ranks forked later would inherit.
@@ -36,6 +37,7 @@ import torch
 
 from tests import budget, device
 
+gc.disable()  # until pytest has found all tests
 torch.set_num_threads(1)
 # Fake tensors have a CUDA build of torch on a machine without a GPU take it that there is one. Its
 # autograd then starts a thread for the device, after which a forked rank has no backward.
@@ -101,7 +103,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    _leave_out_of_collections()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from unittest.mock import patch
 
-from hf_flexseq.hf.engine import model_images
+from hf_flexseq.hf.engine import whole_model
 from hf_flexseq.planner.images import image_plan
 
 
@@ -13,4 +13,4 @@ def without_graphs() -> AbstractContextManager[object]:
     def planned(images, lengths, tower, topology, cost, options):
         return image_plan(images, tower.run_again(), topology.world_size, keeps_graph=False)
 
-    return patch.object(model_images, "plan_images", planned)
+    return patch.object(whole_model, "plan_images", planned)

@@ -36,7 +36,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
+from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
@@ -54,6 +54,7 @@ from hf_flexseq.published.zeppelin.routes import routed_posts
 from hf_flexseq.steps.inputs import with_dummy
 from tests.attention import experts as expert_layer
 from tests.attention.dense import dense_attention
+from tests.attention.exact import row_paths
 from tests.attention.experts import Experts
 from tests.attention.recurrent import stepwise
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
@@ -63,7 +64,6 @@ from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_blocks, random_plan, random_unit
 from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import join, run_threads
-from tests.threads import ThreadGroup
 
 CPU = torch.device("cpu")
 MOST_ERROR = 1e-10
@@ -359,7 +359,7 @@ def _run_shard(shard, weight, run, communicator, expert_group):
 
     def attend(x, layer):
         if run.kinds[layer].recurrent is not None:
-            return _recurrent(x, layer, weight, run, functools.partial(_across_ranks, seq_ctx))
+            return _recurrent(x, layer, weight, run, seq_ctx)
         qkv, options = _asked(x, layer, weight, run)
         both_ways = run.kinds[layer].both_ways
         out = sequence_parallel_attention(*qkv, seq_ctx, **options, both_ways=both_ways)
@@ -400,32 +400,8 @@ def _asked(x, layer, weight, run):
     return (x * (1 + layer), x[:, :kv_heads], v), options
 
 
-ACROSS_RANKS = {
-    "convolution": recurrent.causal_convolution,
-    "gated delta": recurrent.gated_delta_rule,
-    "kimi delta": recurrent.kimi_delta_rule,
-    "mamba2": recurrent.mamba2_scan,
-}
-STEPWISE = {
-    "convolution": stepwise.convolution,
-    "gated delta": stepwise.delta_rule,
-    "kimi delta": stepwise.delta_rule,
-    "mamba2": stepwise.mamba2,
-}
-
-
-def _across_ranks(seq_ctx, kind, *tensors, **options):
-    """A recurrent layer of a micro-batch."""
-    return ACROSS_RANKS[kind](*tensors, seq_ctx, **options)
-
-
-def _stepwise(kind, *tensors, **options):
-    """The same of one whole sequence, token by token."""
-    return STEPWISE[kind](*tensors, **options)
-
-
-def _recurrent(x, layer, weight, run, compute):
-    """[tokens, heads, head_dim] -> the same shape. compute: `_across_ranks` or `_stepwise`."""
+def _recurrent(x, layer, weight, run, seq_ctx=None):
+    """[tokens, heads, head_dim] -> the same shape; without a context of one whole sequence."""
     kind = run.kinds[layer].recurrent
     tokens, heads, _ = x.shape
     keys = x[:, : run.heads[1]]  # of which each serves some heads
@@ -435,17 +411,19 @@ def _recurrent(x, layer, weight, run, compute):
     if kind == "convolution":
         taps = torch.arange(1, 2 + layer + run.number % 3, dtype=x.dtype)
         channel = weight.flatten().unsqueeze(1)
-        rows = compute(kind, x.flatten(1), (channel * taps).sin(), weight.flatten() / 2)
+        rows = stepwise.layer(
+            kind, seq_ctx, x.flatten(1), (channel * taps).sin(), weight.flatten() / 2
+        )
         return _widened(rows.view(tokens, heads, HEAD_DIM).tanh())
     if kind == "mamba2":
         steps = {"dt_bias": weight[:, 2], "dt_softplus": True, "dt_limit": (0.01, 2.0)}
         tensors = (x, x[..., 0], -weight[:, 0].exp(), keys, keys.tanh())
-        return _widened(compute(kind, *tensors, D=weight[:, 1], **steps).tanh())
+        return _widened(stepwise.layer(kind, seq_ctx, *tensors, D=weight[:, 1], **steps).tanh())
     if kind == "kimi delta":
         keys = x.tanh()  # one for each head
     g = -functional.softplus(x if kind == "kimi delta" else x[..., 0])
     tensors = (keys, keys * 2 + 1, x[..., : HEAD_DIM - 1], g, x[..., 1].sigmoid())
-    return _widened(compute(kind, *tensors, l2norm=True))
+    return _widened(stepwise.layer(kind, seq_ctx, *tensors, l2norm=True))
 
 
 def _widened(out):
@@ -475,7 +453,7 @@ def _reference(run):
         y = leaf * weight
         for layer, kind in enumerate(run.kinds):
             if kind.recurrent is not None:
-                y = _recurrent(y, layer, weight, run, _stepwise)
+                y = _recurrent(y, layer, weight, run)
             else:
                 qkv, options = _asked(y, layer, weight, run)
                 own_blocks = blocks if kind.both_ways else ()
@@ -487,21 +465,13 @@ def _reference(run):
 
 
 def _rows_of(run, leaves):
-    """Every row by itself, which of its tokens no row before it has had, as these count, and its
-    blocks."""
+    """Every row by itself, which of its tokens no row before it has had, and its blocks."""
     units = {unit.sequence: unit for unit in run.plan.units}
     for sequence, leaf in enumerate(leaves):
-        unit = units.get(sequence)
-        if unit is None:
-            if len(leaf):  # a row inside of a unit has its tokens there
-                yield leaf, slice(None), run.blocks.get(sequence, ())
-            continue
-        seen = torch.zeros(len(leaf), dtype=torch.bool)
-        for _, last in unit.rows:
-            ranges = unit.layout.ranges(last, 0, unit.layout.ends[last])
-            path = torch.cat([torch.arange(*one) for one in ranges])
-            yield leaf[path], ~seen[path], ()
-            seen[path] = True
+        if len(leaf):  # a row inside of a unit has its tokens there
+            blocks = run.blocks.get(sequence, ()) if sequence not in units else ()
+            for path, new in row_paths(len(leaf), units.get(sequence)):
+                yield leaf[path], new, blocks
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -570,28 +540,7 @@ def error_of(drawn: Run) -> float:
     return run_attention(drawn)
 
 
-class Used:
-    """Counts exchanges of attention that took a collective."""
-
-    def __init__(self) -> None:
-        self.collectives = 0
-
-    def __enter__(self) -> "Used":
-        stock = ThreadGroup.all_to_all
-
-        def all_to_all(*args, **options):
-            self.collectives += "label" in options  # those of experts have none
-            return stock(*args, **options)
-
-        self._patch = mock.patch.object(ThreadGroup, "all_to_all", all_to_all)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.stop()
-
-
-def had(drawn: Run, used: Used) -> set[str]:
+def had(drawn: Run) -> set[str]:
     """What a run was made of."""
     if isinstance(drawn, PipelineRun):
         ranks = drawn.stages * drawn.degree
@@ -612,7 +561,6 @@ def had(drawn: Run, used: Used) -> set[str]:
             "degree above 1": any(group.degree > 1 for group in groups),
             "several zones on a rank": max(zones) > 1,
             "passes": drawn.passes is not None,
-            "collectives of blocks": used.collectives > 0,
             "checkpointing": drawn.checkpoints,
             "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
             "three layers": len(kinds) == 3,
@@ -679,13 +627,12 @@ def run_all(numbers: Iterable[int]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for number in numbers:
         drawn = draw(number)
-        with Used() as used:
-            try:
-                error = error_of(drawn)
-            except (AssertionError, RuntimeError, ValueError) as failed:
-                raise AssertionError(f"run {number} fails: {drawn}") from failed
+        try:
+            error = error_of(drawn)
+        except (AssertionError, RuntimeError, ValueError) as failed:
+            raise AssertionError(f"run {number} fails: {drawn}") from failed
         assert error <= MOST_ERROR, f"run {number} is off by {error}: {drawn}"
-        counts.update(had(drawn, used))
+        counts.update(had(drawn))
         counts["all"] += 1
     return counts
 

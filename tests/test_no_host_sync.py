@@ -124,7 +124,11 @@ for is_checkpointed in (True, False):
     ATTENTION.append(("ulysses", SEEING, {"checkpointed": is_checkpointed}))
 
 
-@pytest.mark.parametrize("name, of_context, of_layers", ATTENTION)
+PLAIN = ATTENTION[: len(MICRO_BATCHES)]
+SPECIAL = [pytest.param(*case, marks=pytest.mark.slow) for case in ATTENTION[len(PLAIN) :]]
+
+
+@pytest.mark.parametrize("name, of_context, of_layers", PLAIN + SPECIAL)
 def test_attention_never_waits(name, of_context, of_layers):
     for rank in RANKS:
         with NoHostSync() as mode:
@@ -158,9 +162,13 @@ def recur(kind, x, weight, seq_ctx):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
-    "name, kind", [("ulysses", "gated delta"), ("zigzag", "mamba2"), ("nested", "kimi delta")]
+    "name, kind, checkpointed",
+    [
+        ("ulysses", "gated delta", False),
+        ("zigzag", "mamba2", True),
+        ("nested", "kimi delta", True),
+    ],
 )
 def test_recurrent_layers_never_wait(monkeypatch, name, kind, checkpointed):
     monkeypatch.setattr(grid, "CHUNK", 16)
@@ -270,6 +278,7 @@ def test_a_model_never_waits(checkpointed):
         run_model(rank, checkpointed=checkpointed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backwards, checkpointed", zip(pipeline.BACKWARDS, (0, pipeline.LAYERS), strict=True)
 )

@@ -215,7 +215,7 @@ class FlexSeqPlugin(BasePlugin):
         over the world. Raises as `FlexSeqTrainer` does, and NotImplementedError for a trainer of
         axolotl that was not tried."""
         from hf_flexseq.hf.trainer.callback import FlexSeqCallback
-        from hf_flexseq.hf.trainer.collators import flexseq_collator
+        from hf_flexseq.hf.trainer.training_data import flexseq_collator
 
         check_trainer_class(trainer)
         block = cfg.get("flexseq")

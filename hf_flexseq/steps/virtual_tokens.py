@@ -9,7 +9,7 @@ sequences with three virtual tokens each:
     position_ids      0 1 2 3 4   0 1 2 3
     labels            - - a b -   - - c -      the targets, where every token has a label
 
-The model puts the trained embeddings where the placeholders are (`hf/model/prompts.py`).
+The model puts the trained embeddings where the placeholders are (`hf/model/adapters.py`).
 
 The last virtual token predicts the first token of its sequence. The plain Trainer trains on this
 target, too, but does not count it in num_items_in_batch: `SourceRow.uncounted_targets`.

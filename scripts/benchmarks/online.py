@@ -49,8 +49,7 @@ from forked import main_or_rank, start_ranks
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cost.correction import meetings
 from hf_flexseq.cost.kernels import FloatArray
-from hf_flexseq.hf.engine import cost_cache as cache
-from hf_flexseq.hf.engine import model_planning
+from hf_flexseq.hf.engine import cost_source, model_planning
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.steps import stopwatch
 from images import images_of_sequence, sequence, small_model
@@ -115,7 +114,7 @@ def examples_of(name: str, count: int) -> list[dict[str, Any]]:
 def train(rank: int, name: str, cost_model: str, steps: int, folder: Path) -> None:
     """Train on one rank of two, and leave a plan trace."""
     torch.set_num_threads(1)
-    cache.HF_HOME = str(folder)
+    cost_source.HF_HOME = str(folder)
     args = FlexSeqConfig(
         output_dir=str(folder / "run"),
         max_steps=steps,

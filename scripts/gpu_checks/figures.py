@@ -20,7 +20,7 @@ from gpu_checks.one_rank import SMALL, TINY, OneRank
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.engine.cost_choice import CostSubject
-from hf_flexseq.hf.model.facts import ModelFacts, model_shape
+from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.trainer.synthetic_run import train
 
 CORRECTED_BOUND = 0.05
@@ -59,12 +59,7 @@ def memory_section(setting: Setting) -> Section:
     """Compare the peak memory of micro-batches with the memory model."""
     device = setting.device
     config = LlamaConfig(**(TINY if setting.rehearse else SMALL))
-    subject = CostSubject(
-        facts=_facts(config),
-        has_chunked_loss=True,
-        topology=Topology(nodes=1, ranks_per_node=1),
-        device=device,
-    )
+    subject = _subject(config, device)
     estimate = subject.estimate
     rank = OneRank(config, device, torch.float32, checkpointing=True)
     optimizer = torch.optim.AdamW(rank.model.parameters())
@@ -87,20 +82,22 @@ def memory_section(setting: Setting) -> Section:
     )
 
 
-def _facts(config: LlamaConfig) -> ModelFacts:
-    """Collect the facts about float32 weights that are trained in bfloat16, layers
+def _subject(config: LlamaConfig, device: torch.device) -> CostSubject:
+    """Return the facts about float32 weights that are trained in bfloat16, layers
     checkpointed."""
     with torch.device("meta"):  # sizes without memory
         shape = model_shape(LlamaForCausalLM(config))
-    return ModelFacts(
-        kind=LlamaForCausalLM,
-        config=config,
+    return CostSubject(
+        kind=LlamaForCausalLM.__name__,
         shape=shape,
         dtype=torch.float32,
         autocast=torch.bfloat16,
         checkpointing=True,
         frozen=False,
         zero_stage=0,
+        has_chunked_loss=True,
+        topology=Topology(nodes=1, ranks_per_node=1),
+        device=device,
     )
 
 

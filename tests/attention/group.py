@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
@@ -47,6 +48,21 @@ def own_rows(by_sequence, shard):
         rows += [by_sequence[one.sequence][tensor][one.start : one.stop] for one in shard.slices]
         tensors.append(torch.cat(rows))
     return tensors
+
+
+def forward_backward(given, shard, compute, *, checkpointed=False):
+    """out and gradients of a rank's rows. given: by sequence the tensors, dout last. compute: a
+    layer, of the rows of all tensors but dout."""
+    *tensors, dout = own_rows(given, shard)
+    tensors = [x.requires_grad_() for x in tensors]
+
+    def run(*tensors):
+        # the layer is no identity, so that a replay has something to compute
+        return compute(*(x * 1 for x in tensors))
+
+    out = checkpoint(run, *tensors, use_reentrant=False) if checkpointed else run(*tensors)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in tensors)]
 
 
 def largest_error(tensors, by_sequence, shard):

@@ -10,12 +10,20 @@ head. The reference gives gradients of 16 bits, as the CUDA kernels do: then eve
 of a sum is rounded before it is added, in float32, to the others.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.base.layers import FULL, Reach
-from tests.attention.group import context_of, nodes_of, own_rows, qkv_and_dout
+from tests.attention.group import (
+    context_of,
+    forward_backward,
+    nodes_of,
+    own_rows,
+    qkv_and_dout,
+)
 from tests.device import DEVICE, own_kernel
 from tests.kernels.reference import Reference
 from tests.ranks import join, run_threads
@@ -51,15 +59,13 @@ def attend(strategy, dtype, communicator, kernel, sinks=None, **options):
     """out, dq, dk, dv of this rank's shard, and the shard. options: of the layer."""
     seq_ctx = context_of(communicator, strategy, LENGTHS, kernel=kernel)
     whole = [qkv_and_dout(i, n, HEADS, KV_HEADS, HEAD_DIM) for i, n in enumerate(LENGTHS)]
-    q, k, v, dout = (x.bfloat16().to(dtype) for x in own_rows(whole, seq_ctx.shard))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    given = [[x.bfloat16().to(dtype) for x in tensors] for tensors in whole]
     if sinks is not None:
         sinks = torch.tensor(sinks, dtype=dtype, device=DEVICE)
-    out = sequence_parallel_attention(q, k, v, seq_ctx, sinks=sinks, **options)
-    assert out.dtype == dtype
-    out.backward(dout)
-    assert {x.grad.dtype for x in (q, k, v)} == {dtype}
-    return (out.detach(), q.grad, k.grad, v.grad), seq_ctx.shard
+    layer = partial(sequence_parallel_attention, seq_ctx=seq_ctx, sinks=sinks, **options)
+    found = forward_backward(given, seq_ctx.shard, layer)
+    assert {x.dtype for x in found} == {dtype}
+    return found, seq_ctx.shard
 
 
 def squared_norms(rank, world_size, strategies, sinks, kernels, options):
@@ -116,6 +122,7 @@ def test_bfloat16_stays_close_to_one_kernel(world_size):
             assert ratio <= bound, (kernel, strategy, found)
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 @pytest.mark.parametrize(
     "options",
@@ -138,6 +145,7 @@ def test_other_kinds_of_layers_stay_as_close(options):
         assert max(found) < TWICE_ROUNDED, (case, found)
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
 def test_sinks_round_a_result_once_more():
     """Kernels return 16 bits, to which a sink's factor is applied. Measured: out 1.477 at most,

@@ -30,7 +30,7 @@ def test_what_is_drawn_has_something_of_everything():
     drawn = 800
     counts = Counter()
     for number in range(drawn):
-        counts.update(random_runs.had(random_runs.draw(number), random_runs.Used()))
+        counts.update(random_runs.had(random_runs.draw(number)))
     assert counts["degree above 1"] >= 0.8 * drawn
     for name in (
         *("local", "ulysses", "zigzag", "balanced", "hybrid"),

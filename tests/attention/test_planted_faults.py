@@ -150,6 +150,7 @@ def check_all(runs):
             raise AssertionError(f"off by {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "function", "words", "launches", "numbers"), FAULTS)
 def test_a_planted_fault_is_caught(monkeypatch, owner, name, function, words, launches, numbers):
     original = getattr(owner, name)

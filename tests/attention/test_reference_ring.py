@@ -1,10 +1,12 @@
 """The ring that is written out, against dense attention and the compiled ring, in float64."""
 
+from functools import partial
+
 import torch
 
 from hf_flexseq.attention import sequence_parallel_attention
 from tests.attention.dense import dense_attention
-from tests.attention.group import context_of, nodes_of, own_rows, qkv_and_dout
+from tests.attention.group import context_of, forward_backward, nodes_of, qkv_and_dout
 from tests.attention.reference_ring import ring_backward, ring_forward
 from tests.ranks import join, run_threads
 
@@ -14,12 +16,11 @@ LENGTH, HEADS, SIZE = 41, 2, 8
 def of_rank(rank, world_size):
     """out, dq, dk, dv of the compiled ring, and the positions that a rank has."""
     seq_ctx = context_of(join(nodes_of(world_size)), "balanced", (LENGTH,), head_dim=SIZE)
-    *qkv, dout = own_rows([qkv_and_dout(0, LENGTH, HEADS, HEADS, SIZE)], seq_ctx.shard)
-    qkv = [x.requires_grad_() for x in qkv]
-    out = sequence_parallel_attention(*qkv, seq_ctx)
-    out.backward(dout)
+    given = [qkv_and_dout(0, LENGTH, HEADS, HEADS, SIZE)]
+    layer = partial(sequence_parallel_attention, seq_ctx=seq_ctx)
+    found = forward_backward(given, seq_ctx.shard, layer)
     (part,) = seq_ctx.shard.slices
-    return [out.detach(), *(x.grad for x in qkv)], part.start
+    return found, part.start
 
 
 def test_the_ring_in_one_page_is_dense_attention_and_what_is_compiled():

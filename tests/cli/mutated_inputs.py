@@ -1,9 +1,9 @@
 """Mutated input of the commands, and whether a command keeps its promise on it.
 
-Files that hf_flexseq reads (plans, traces, plans of pipelines, cost models, lengths) and arguments
-are mutated: bits flip, keys go, types change, numbers become huge, negative or NaN, values nest
-deep, files are cut, joined, or replaced by pickles that would leave a mark. Every mutation follows
-from a seed and its index.
+Files that hf_flexseq reads (plans, traces, plans of pipelines, cost models, lengths) are mutated:
+bits flip, keys go, types change, numbers become huge, negative or NaN, values nest deep, files are
+cut, joined, or replaced by pickles that would leave a mark. Every mutation follows from a seed and
+its index.
 
 The promise: a command ends with 0, or with 2 and one line of at most 300 characters; on 0 nothing
 that it prints or writes holds a number that is not finite, and a plan that it writes passes the
@@ -27,7 +27,6 @@ from typing import Any
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cli import main as flexseq
-from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
@@ -206,9 +205,7 @@ class Case:
     kind: str
     """What is mutated."""
     argv: list[str]
-    """Arguments of `flexseq`; empty for `options`."""
-    options: dict[str, Any] | None = None
-    """Arguments of FlexSeqArguments."""
+    """Arguments of `flexseq`."""
     written: Path | None = None
     """File that the command may write: a plan, or a trace of events."""
 
@@ -238,10 +235,6 @@ class Maker:
         """Return case `index`, with its file written."""
         rng = random.Random(f"{seed} {index}")
         kind = KINDS[index % len(KINDS)]
-        if kind == "arguments":
-            return Case(kind, mutated_arguments(rng, self.folder))
-        if kind == "FlexSeqArguments":
-            return Case(kind, [], options=mutated_options(rng))
         path = self.folder / "input.json"
         path.write_bytes(self._mutated(self.originals[kind], kind, rng))
         return self._command(kind, str(path), rng)
@@ -282,56 +275,8 @@ class Maker:
 
 KINDS = (
     *("plan", "pipeline plan", "cost model") * 2,
-    *("trace", "lengths list", "lengths lines", "lengths rows", "arguments", "FlexSeqArguments"),
+    *("trace", "lengths list", "lengths lines", "lengths rows"),
 )
-
-# Values of an argument on the command line.
-WORDS = (
-    *("0", "-1", "8", "x", "nan", "1e9", "2x4", "0x0", "1x1", "100000x8", "999999999x999999999"),
-    *("-", "=", "/", "--help", "/dev/zero", "/dev/null", "no/such"),
-    *("auto", "static", "zigzag", "llama-3.1-8b-h200"),
-    *("", "9" * 30, "9" * 6000, "\x1b[31m", "a\nb", "\uff12", "\u202e"),
-)
-
-
-def mutated_arguments(rng: random.Random, folder: Path) -> list[str]:
-    """Return the arguments of a command with some of them changed."""
-    lengths = folder / "good.json"
-    lengths.write_text(json.dumps(LENGTHS))
-    plan = folder / "good_plan.json"
-    if not plan.exists():
-        plan.write_text(plan_text())
-    argv = rng.choice(
-        (
-            ["plan", "--lengths", str(lengths), *MACHINE, *CAP, "--sequences-per-step", "5"],
-            ["plan", "--lengths", str(lengths), *MACHINE, "--planner", "static"],
-            ["view", str(plan), *MACHINE, "--sync", "free"],
-            ["view", str(plan), *MACHINE, "--step", "0"],
-        )
-    )
-    for _ in range(rng.choice((1, 1, 2))):
-        at = rng.randrange(1, len(argv))
-        act = rng.randrange(4)
-        if act == 0:
-            del argv[at]
-        elif act == 1:
-            argv.insert(at, rng.choice(WORDS))
-        else:
-            argv[at] = rng.choice(WORDS)
-        if len(argv) < 2:
-            break
-    return argv
-
-
-def mutated_options(rng: random.Random) -> dict[str, Any]:
-    """Return arguments of FlexSeqArguments, some of them strange."""
-    names = sorted(FlexSeqArguments.__dataclass_fields__)
-    usual = ("auto", "static", "flexsp", "zigzag", "lockstep", "seq1f1b", 1, 2, 4)
-    return {
-        name: rng.choice(usual) if rng.random() < 0.3 else strange(rng)
-        for name in rng.sample(names, rng.choice((1, 1, 2, 3)))
-    }
-
 
 # ---- the promise
 
@@ -355,10 +300,7 @@ def run_case(case: Case) -> Outcome:
     problem = ""
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            if case.options is not None:
-                status = configured(case.options, err)
-            else:
-                status = flexseq(case.argv)
+            status = flexseq(case.argv)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except Exception as error:  # whatever comes out is what is looked for
@@ -370,20 +312,6 @@ def run_case(case: Case) -> Outcome:
     if not problem and seconds > MOST_S:
         problem = f"took more than {MOST_S:.0f} s"
     return Outcome(status, problem, seconds)
-
-
-def configured(options: dict[str, Any], err: io.StringIO) -> int:
-    """Return 0 where FlexSeqArguments takes the options, and 2 with its message in `err`."""
-    try:
-        made = FlexSeqArguments(**options)
-    except (ValueError, NotImplementedError) as error:
-        err.write(f"{error}\n")
-        return 2
-    for name in ("lookahead", "max_tokens_per_rank", "pipeline_parallel_size", "sp_degree"):
-        value = getattr(made, name)
-        if value is not None and (type(value) is not int or value > 2**40):
-            raise AssertionError(f"{name}={value!r} was taken")
-    return 0
 
 
 def broken_promise(case: Case, status: int | None, out: str, err: str) -> str:

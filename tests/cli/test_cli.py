@@ -80,6 +80,7 @@ def test_view_reads_plans(flexseq, plan_file, monkeypatch):
         assert unit in shown
 
 
+@pytest.mark.slow
 def test_view_draws_files(flexseq, plan_file, tmp_path):
     pytest.importorskip("matplotlib")
     files = " ".join(f"--{kind} {tmp_path}/view.{kind}" for kind in ("png", "svg", "chrome"))

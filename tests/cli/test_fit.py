@@ -78,6 +78,7 @@ def test_options_change_what_fits(flexseq):
     assert longest("--host-memory-gib 0")[-1] < longest("--host-memory-gib 50")[-1] < plain[-1]
 
 
+@pytest.mark.slow
 def test_any_model_of_transformers_is_read_by_its_configuration(flexseq, tmp_path):
     pytest.importorskip("transformers")
     sizes = {

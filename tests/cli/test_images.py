@@ -121,6 +121,7 @@ def test_compare_has_the_tower_and_what_it_takes_in_groups(flexseq, file):
     assert float(lines[1].split()[-1]) == pytest.approx(80 * image_s, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_report_shows_the_tower_by_step(flexseq, file, tmp_path):
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")

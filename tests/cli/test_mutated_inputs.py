@@ -32,7 +32,7 @@ def test_mutated_inputs_end_with_a_result_or_one_line(tmp_path, monkeypatch, see
 
 
 def test_a_broken_promise_is_seen(tmp_path):
-    case = Case("arguments", ["view", "x"])
+    case = Case("trace", ["view", "x"])
     for status, out, err, problem in (
         (1, "", "", "exit status 1"),
         (2, "", "a\nb\n", "2 lines of error"),

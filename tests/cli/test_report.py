@@ -19,6 +19,7 @@ from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.planner import make_plan
 from hf_flexseq.view import report
 from hf_flexseq.view.report import data_uri, lengths_text, run_text, step_row, steps_figure
+from tests.budget import others_slow
 from tests.pipelines import plan_of
 
 pytest.importorskip("jinja2")
@@ -131,7 +132,7 @@ def line(plan, step, seconds=1.0, **more):
 # ---- lengths
 
 
-@pytest.mark.parametrize("form", ["lines", "list", "rows", "gz"])
+@pytest.mark.parametrize("form", others_slow(["lines", "list", "rows", "gz"], tried=["gz"]))
 def test_lengths_of_every_form_are_reported(form, made, tmp_path, capsys):
     path = tmp_path / f"lengths.{form}"
     rows = "\n".join(json.dumps({"text": "x", "length": n}) for n in LENGTHS)
@@ -204,6 +205,7 @@ def test_totals_of_a_run_by_hand():
     assert run_text(rows[2:]) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "words", "said"),
     [
@@ -228,6 +230,7 @@ def test_a_page_says_what_it_shows(seconds, words, said, plan, made, trace, tmp_
         assert ("exposed transfers" in page.images[1].decode()) == is_priced
 
 
+@pytest.mark.slow
 def test_steps_that_ran_again_count_once_and_torn_lines_are_named(plan, made, trace, capsys):
     lines = [line(plan, n) for n in (0, 1, 2)]
     lines += [line(plan, n, 3.0, repeat=True, passes=2) for n in (1, 2)]
@@ -265,10 +268,12 @@ def planned_rows(plan, count):
     return [step_row([RecordedStep(number=n, plan=plan, measured_s=None)]) for n in range(count)]
 
 
+@pytest.mark.slow
 def test_a_long_run_is_drawn_by_means(plan):
     assert len(data_uri(steps_figure(planned_rows(plan, 5000)))) < 300_000
 
 
+@pytest.mark.slow
 def test_a_large_picture_is_a_png(plan, monkeypatch):
     figure = steps_figure(planned_rows(plan, 2))
     assert data_uri(figure).startswith("data:image/svg+xml;base64,")
@@ -279,6 +284,7 @@ def test_a_large_picture_is_a_png(plan, monkeypatch):
 # ---- images
 
 
+@pytest.mark.slow
 def test_a_trace_shows_the_tower_of_steps_that_have_images(plan, made, trace):
     towers = [{"images": 9, "seconds": 0.25, "imbalance": 1.5}, None, None]
     lines = [line(plan, n) | ({"tower": tower} if tower else {}) for n, tower in enumerate(towers)]
@@ -296,6 +302,7 @@ def test_a_trace_shows_the_tower_of_steps_that_have_images(plan, made, trace):
     assert "tower" in page.images[0].decode()
 
 
+@pytest.mark.slow
 def test_a_page_without_images_has_no_word_of_a_tower(plan, made, trace):
     page = made(trace([line(plan, n) for n in range(3)]), f"{MACHINE} {FAST}")
     for word in ("images", "tower", "imbalance"):
@@ -321,6 +328,7 @@ def test_a_load_that_is_none_is_named(plan, trace, refused, tmp_path):
 # ---- what a file brings
 
 
+@pytest.mark.slow
 def test_hostile_names_stay_text(plan, made, tmp_path):
     """A file, a planner and a cost model named like markup, and like mathematics of matplotlib."""
     evil = "<img src=x onerror=alert(1)>$\\frac{$&\"'"

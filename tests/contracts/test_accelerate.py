@@ -3,9 +3,8 @@
 import inspect
 
 import pytest
-import torch
-from accelerate import Accelerator, skip_first_batches
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
@@ -16,7 +15,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
 )
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from tests.contracts.look import attributes, calls, parameters
 
@@ -111,21 +110,6 @@ def test_a_stream_s_shard_has_what_its_replacement_reads_and_no_slots():
 
     shard.__class__ = Replaced
     assert list(shard) == list("replaced")
-
-
-def test_a_prepared_loader_asks_for_its_device_with_every_batch_and_hands_it_on_when_resuming():
-    loader = Accelerator(cpu=True).prepare(DataLoader(range(3), batch_size=1))
-    assert isinstance(loader, DataLoaderShard)
-    assert hasattr(loader, "batch_sampler")
-    assert hasattr(loader, "dataset")
-    assert loader.device == torch.device("cpu")
-    batches = iter(loader)
-    loader.device = torch.device("meta")
-    assert next(batches).device.type == "meta"
-    loader.device = None
-    # accelerate is one batch ahead
-    assert [batch.device.type for batch in batches] == ["cpu", "cpu"]
-    assert skip_first_batches(loader, 1).device is None
 
 
 # ---- pipeline/trainer/fsdp.py: accelerate forgets its own FSDP

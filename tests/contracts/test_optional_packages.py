@@ -1,40 +1,11 @@
-"""Private parts of packages that are used only where they are installed."""
+"""Private parts of packages that are used only where they are installed; `test_source_packages.py`
+reads those that no test environment has."""
 
 import inspect
 
 import pytest
 
 from tests.contracts.look import calls, parameters
-
-
-def test_flash_attn_takes_packed_sequences_by_these_names():
-    # kernels/flash_attn.py
-    interface = pytest.importorskip("flash_attn.flash_attn_interface")
-    shared = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p"}
-    shared |= {"softmax_scale", "causal", "softcap", "alibi_slopes"}
-    forward = parameters(interface._flash_attn_varlen_forward)
-    assert forward[:3] == ["q", "k", "v"]
-    assert shared | {"return_softmax"} <= set(forward)
-    backward = parameters(interface._flash_attn_varlen_backward)
-    assert backward[:6] == ["dout", "q", "k", "v", "out", "softmax_lse"]
-    assert shared | {"dq", "dk", "dv", "deterministic"} <= set(backward)
-
-
-def test_flash_attn_3_s_operators_have_the_arguments_that_are_passed():
-    pytest.importorskip("flash_attn_interface")
-    from hf_flexseq.kernels import flash_attn3
-
-    assert flash_attn3.package_problem() is None
-
-
-def test_liger_s_loss_takes_its_arguments_in_this_order():
-    # kernels/chunked_loss.py calls it by position, as autograd functions are called
-    ops = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy")
-    forward = parameters(ops.LigerFusedLinearCrossEntropyFunction.forward)
-    assert forward[1:13] == [
-        *("_input", "weight", "target", "bias", "ce_weight", "ignore_index", "lse_square_scale"),
-        *("label_smoothing", "reduction", "softcap", "return_z_loss", "accum_dtype"),
-    ]
 
 
 def test_liger_is_put_into_a_model_with_these_options():

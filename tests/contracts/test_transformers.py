@@ -6,7 +6,6 @@ from dataclasses import fields
 import pytest
 import torch
 from transformers import (
-    AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,7 +17,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import AllToAllEP
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.integrations.neftune import neftune_post_forward_hook
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.llava.modeling_llava import (
     LlavaCausalLMOutputWithPast,
@@ -148,10 +147,10 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         ),
         (AllToAllEP.__call__, ["_dispatch_tokens(", "experts_forward(", "_combine_tokens("]),
         (AllToAllEP._combine_tokens, ["all_to_all_single_autograd("]),
-        # hf/trainer/sharded_checkpoints.py sets the one, and replaces the other
+        # hf/trainer/checkpoint_forms.py sets the one, and replaces the other
         (Trainer.__init__, ["not args.save_only_model", "callback_handler.on_init_end("]),
         (Trainer._save_checkpoint, ["if not self.args.save_only_model:", "_save_optimizer_and"]),
-        # hf/trainer/weights.py reads in another way than this, and into a model on the same meshes
+        # checkpoint_forms.py there reads in another way, and into a model on the same meshes
         (Trainer._load_from_checkpoint, ["load_state_dict(state_dict, False)"]),
         (PreTrainedModel.from_pretrained, ["cls.prepare_distribute_model("]),
         (PreTrainedModel.maybe_distribute_model, ["model._mesh_manager = mesh_manager"]),
@@ -177,67 +176,11 @@ def test_names_that_are_read():
 
 
 def test_experts_can_be_put_over_ranks():
-    # hf/trainer/weights.py, hf/model/sharding_kind.py; older versions do not dispatch tokens
+    # hf/trainer/checkpoint_forms.py, hf/model/sharding.py; older versions do not dispatch tokens
     pytest.importorskip("transformers.distributed.expert_parallel")
     names = {field.name for field in fields(DistributedConfig)}
     assert {"ep_size", "ep_plan", "ep_implementation"} <= names
     assert PreTrainedModel._mesh_manager is None
-
-
-def test_a_trainer_can_change_its_class(tmp_path):
-    # hf/trainer/callback.py puts the mixin in front of an instance's class
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    trainer = Trainer(llama(), arguments)
-    trainer.__class__ = type("Other", (Trainer,), {})
-    assert not hasattr(Trainer, "__slots__")
-
-
-# ---- hf/model/attention.py and hf/model/checks.py
-
-
-def test_an_implementation_without_a_mask_function_gets_no_mask_and_all_keywords():
-    seen = {}
-
-    def attention(module, query, key, value, attention_mask, **kwargs):
-        seen.update(kwargs, attention_mask=attention_mask, shapes=(query.shape, key.shape))
-        return query.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("contract", attention)
-    model, context = llama(), object()
-    former = model.config._attn_implementation
-    model.set_attn_implementation("contract")
-    assert model.config._attn_implementation == "contract" != former
-    model(**IDS, seq_ctx=context)
-    assert seen["attention_mask"] is None
-    assert seen["seq_ctx"] is context
-    assert {"scaling", "dropout"} <= set(seen)
-    assert seen["shapes"] == ((1, 2, 3, 4), (1, 1, 3, 4))
-    assert LlamaForCausalLM._supports_attention_backend is True
-
-
-def test_layers_keep_their_index_and_checkpointing_function():
-    model = llama()
-    assert model.model.layers[0].self_attn.layer_idx == 0
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    assert layers
-    assert all(m._gradient_checkpointing_func.keywords["use_reentrant"] is False for m in layers)
-
-
-# ---- hf/model/loss.py
-
-
-def test_the_loss_of_a_causal_model_is_the_one_that_is_replaced():
-    model = llama()
-    assert model.loss_function is ForCausalLMLoss
-    assert LOSS_MAPPING["ForCausalLM"] is ForCausalLMLoss
-    names = {"shift_labels", "num_items_in_batch", "ignore_index"}
-    assert names <= set(parameters(ForCausalLMLoss))
-    own = lambda *args, **kwargs: None  # noqa: E731
-    model.loss_function = own
-    assert vars(model)["_loss_function"] is own
-    del model._loss_function
-    assert model.loss_function is ForCausalLMLoss
 
 
 # ---- pipeline/trainer/loading.py and pipeline/stages.py

@@ -14,7 +14,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import attention_shape
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
@@ -31,14 +31,12 @@ TWO_NODES = Topology(nodes=2, ranks_per_node=2)
 
 def attach(model):
     """Give `model` the attention, the loss, the positions and the recurrent functions that the
-    executor gives it. Returns the last, to be detached."""
+    executor gives it. Returns the last, to be closed."""
     check_model(model)
     model.set_attn_implementation("flexseq")
     attach_chunked_loss(model)
     attach_positions(model)
-    recurrent = RecurrentFunctions(model)
-    recurrent.attach()
-    return recurrent
+    return attach_recurrent(model)
 
 
 def run_plan(model, plan, examples, communicator, *, passes=None):
@@ -106,7 +104,7 @@ def worst_error(make, topology, plans, examples, wanted, attached=lambda model: 
             loss, gradients, _ = run_plan(model, plan, examples, communicator)
             found = relative_errors(gradients, wanted[1])
             worst = max(worst, abs(loss / wanted[0] - 1), *found.values())
-        recurrent.detach()
+        recurrent.close()
         return worst
 
     return max(run_threads(errors, topology.world_size))

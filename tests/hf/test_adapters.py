@@ -142,6 +142,7 @@ def new_adapter(monkeypatch, *, mixes):
     return get_peft_model(tiny_llama(), NewConfig(task_type="CAUSAL_LM", **options))
 
 
+@pytest.mark.slow
 def test_an_unknown_method_of_tokens_trains_exactly_and_one_of_rows_is_refused(
     monkeypatch, tmp_path
 ):
@@ -158,13 +159,13 @@ def test_an_unknown_method_of_tokens_trains_exactly_and_one_of_rows_is_refused(
 def test_a_copy_of_a_model_with_adalora_runs_its_own_weights():
     model = adapted("ADALORA")
     ids = torch.arange(5).unsqueeze(0)
-    undo = term_of_step(model)
+    hooks = term_of_step(model)
     average = copy.deepcopy(model)  # as a callback makes one while the model is attached
     with torch.no_grad():
         average.get_output_embeddings().weight.zero_()
     assert not average(input_ids=ids).logits.any()
     assert model(input_ids=ids).logits.any()
-    undo()
+    hooks.close()
     assert not model.base_model._forward_hooks
     assert not model.base_model._forward_pre_hooks
 

@@ -7,7 +7,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
-from hf_flexseq.hf.model.buckets import early_buckets
+from hf_flexseq.hf.model.attachments import early_buckets
 from tests.hf.tiny import tiny_llama
 from tests.ranks import run_cases
 

@@ -25,8 +25,8 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from hf_flexseq.hf.engine import engine_setup
-from hf_flexseq.hf.model.calls import read_call
+from hf_flexseq.hf.engine import engine as engine_module
+from hf_flexseq.hf.model.attention import read_call
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model
@@ -170,6 +170,7 @@ class GenerativeTrainer(FlexSeqMixin, Seq2SeqTrainer):
         return super().get_batch_samples(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_all_that_is_refused_is_said_in_one_launch(tmp_path):
     model = tiny_llama(torch.float32, attention_dropout=0.1)
     model.compile()
@@ -259,13 +260,13 @@ def test_a_cost_model_that_does_not_parse(tmp_path):
 
 
 def test_a_trainer_gives_its_timeout_and_its_device_to_the_transport(tmp_path, monkeypatch):
-    asked, connect = [], engine_setup.connect
+    asked, connect = [], engine_module.connect
 
     def asking(device, *, timeout):
         asked.append((device.type, timeout))
         return connect(device, timeout=timeout)
 
-    monkeypatch.setattr(engine_setup, "connect", asking)
+    monkeypatch.setattr(engine_module, "connect", asking)
     make_trainer(tmp_path, ddp_timeout=7200)
     assert asked == [("cpu", timedelta(seconds=7200))]
 
@@ -499,6 +500,7 @@ def test_configurations_without_a_meaning(name, config, message):
         check_model(meta_model(name, **config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma2", "Qwen3"])
 def test_a_model_without_some_of_its_layers_is_told_what_to_set(name):
     torch.manual_seed(0)
@@ -610,6 +612,7 @@ def test_the_trial_of_a_model_leaves_no_trace():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_a_compiled_model(tmp_path):
     model = tiny_llama()
     model.compile()

@@ -90,6 +90,7 @@ def first_loss(trainer):
     return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HONOURED)
 def test_columns_that_have_a_meaning_train_as_under_the_stock_trainer(name, tmp_path):
     given, for_stock = HONOURED[name]
@@ -102,7 +103,7 @@ def test_columns_that_have_a_meaning_train_as_under_the_stock_trainer(name, tmp_
     assert our_loss(Trainer, tmp_path, row) == pytest.approx(wanted, abs=1e-6)
 
 
-@pytest.mark.parametrize("base", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("base", [Trainer, pytest.param(SFTTrainer, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_columns_that_nothing_reads_are_refused_or_named(name, base, tmp_path, caplog):
     column = name.partition(" ")[0]
@@ -144,6 +145,7 @@ def test_columns_that_a_loss_of_the_users_may_read_are_not_named(tmp_path, caplo
 # ---- labels that are shifted already
 
 
+@pytest.mark.slow
 def test_another_family_honours_targets_types_and_limits(tmp_path):
     """GPT-2 adds an embedding of each type, and one of each position."""
     model = partial(tiny_gpt2, torch.float32)

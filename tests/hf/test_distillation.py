@@ -103,6 +103,7 @@ def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta)
         assert_alike(difference(wanted, ours), weights=FLOAT32_BOUND)
 
 
+@pytest.mark.slow
 def test_each_model_runs_once_on_a_micro_batch(tmp_path):
     trainer = distillation(FlexSeqDistillation, tmp_path)
     calls = []

@@ -49,6 +49,7 @@ def run_random_plans(rank, world_size, lookahead):
     return found, sum(dispatched)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_steps_that_are_dispatched_in_place():
     wanted = run_threads(run_random_plans, 3, 0)
     found = run_threads(run_random_plans, 3, 2, launches=Launches.ONE_QUEUE)

@@ -13,8 +13,8 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from hf_flexseq.hf.model import equal_models
-from hf_flexseq.hf.model.equal_models import once_for_equal_models
+from hf_flexseq.hf.model import rehearsal
+from hf_flexseq.hf.model.rehearsal import once_for_equal_models
 from tests.hf.tiny import tiny_llama
 
 
@@ -108,7 +108,7 @@ def test_a_model_with_modules_of_the_user_s_is_tried_every_time(tried):
 
 
 def test_results_of_the_last_models_are_kept(tried, monkeypatch):
-    monkeypatch.setattr(equal_models, "MOST_MODELS", 2)
+    monkeypatch.setattr(rehearsal, "MOST_MODELS", 2)
     models = [tiny_llama() for _ in range(3)]
     for number, model in enumerate(models):
         model.config.rope_theta = 100.0 + number

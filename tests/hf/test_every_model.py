@@ -80,6 +80,7 @@ def test_a_model_that_is_taken_equals_one_process(name):
             assert probe_model(near, changes=CHANGES, gradients=False) == [], checkpoint
 
 
+@pytest.mark.slow
 def test_every_checkpoint_has_a_row_a_source_and_options_that_say_something():
     known = families()
     for name, rows in checkpoints().items():
@@ -94,6 +95,7 @@ def test_every_checkpoint_has_a_row_a_source_and_options_that_say_something():
                 assert option in source, (row.checkpoint, option)
 
 
+@pytest.mark.slow
 def test_checkpoints_have_the_windows_that_are_known_of_them():
     known = families()
     wanted = {

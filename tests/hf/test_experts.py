@@ -22,7 +22,7 @@ from hf_flexseq.hf.model import experts
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter
 from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
-from hf_flexseq.hf.model.facts import model_facts
+from hf_flexseq.hf.model.facts import adapters_beside_shards
 from tests.budget import others_nightly
 from tests.hf.experts import (
     ATTENTION,
@@ -162,7 +162,7 @@ def adapted_before(rank, world_size, path):
     frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     here = sum(local(weight).numel() for weight in weights)
     is_counted = cost.sharded_state_bytes == frozen
-    is_counted &= model_facts(model.get_base_model(), accelerator).adapters == (here, 2 * here)
+    is_counted &= adapters_beside_shards(model.get_base_model()) == (here, 2 * here)
     is_counted &= cost.state_bytes >= PARAMETER_BYTES * here
     with pytest.raises(NotImplementedError) as raised:
         model.merge_adapter()

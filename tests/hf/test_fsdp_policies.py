@@ -22,7 +22,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpFigures, FsdpPolicy
 from hf_flexseq.hf.engine.sharding import FsdpPolicies, parameter_groups
 from hf_flexseq.hf.model.facts import gathered_itemsize, trained_elements
-from hf_flexseq.hf.model.sharding_kind import is_fsdp2, replicas
+from hf_flexseq.hf.model.sharding import is_fsdp2, replicas
 from tests.hf.random_steps import errors, own_batches, sharded, whole_gradients
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.tiny import RandomPlanEngine, documents, loadable, reference_gradients, tiny_llama

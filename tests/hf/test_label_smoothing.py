@@ -62,6 +62,7 @@ class Renamed(LlamaForCausalLM):
     """A class that transformers does not list among causal language models."""
 
 
+@pytest.mark.slow
 def test_a_class_without_a_list_is_smoothed_as_one_of_it_and_the_log_says_so(tmp_path, caplog):
     case = CASES["tokens"]
     renamed = replace(

@@ -15,7 +15,7 @@ from hf_flexseq.hf.model.layer_kinds import (
     layer_reach,
     reach_counts,
 )
-from hf_flexseq.hf.model.text_reader import reader_of_text
+from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.steps.source_row import SourceRow
 from tests.hf.tiny import refused
 

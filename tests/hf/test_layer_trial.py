@@ -43,6 +43,7 @@ def kept_by_hand(moved, between, copies=2):
     return norms + copies * moved * WIDTH + attention + 4 * moved * INSIDE
 
 
+@pytest.mark.slow
 def test_a_llama_keeps_what_is_counted_by_hand_in_every_dtype():
     model = llama()
     state = torch.random.get_rng_state()
@@ -89,6 +90,7 @@ def test_frozen_weights_keep_no_inputs_and_adapters_are_counted():
     assert not any(one.is_meta for one in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_experts_keep_the_rows_of_all_that_work_on_a_token(experts):
     config = Qwen3MoeConfig(
@@ -118,6 +120,7 @@ def test_layers_of_one_kind_count_once_and_others_by_themselves():
     assert counted.has_experts == (False, True)
 
 
+@pytest.mark.slow
 def test_what_a_copy_does_not_have_is_not_counted_again(monkeypatch):
     model = llama()
     counted = count_bytes(model, dtype=torch.float32)
@@ -133,6 +136,7 @@ def test_what_a_copy_does_not_have_is_not_counted_again(monkeypatch):
     assert count_bytes(model, dtype=torch.float32).order == (0, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_module_of_the_user_that_needs_numbers_is_left_out():
     class Reads(torch.nn.Module):
         def forward(self, hidden):
@@ -171,6 +175,7 @@ def decayed(grid):
     return sum(x.sum() for x in kimi.chunk_inputs(q, k, v, g, beta, grid, l2norm=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [convolved, decayed])
 def test_blocks_of_rows_need_not_be_computed_to_count_what_lives(run):
     """Operations that are left out make nothing that grows with the tokens."""

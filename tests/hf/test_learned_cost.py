@@ -11,7 +11,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import lockstep_ns
 from hf_flexseq.cost.correction import FACTORS, MeasuredStep, corrected, fit
 from hf_flexseq.cost.terms import TERMS
-from hf_flexseq.hf.engine import cost_cache as cache
+from hf_flexseq.hf.engine import cost_source
 from hf_flexseq.hf.trainer import synthetic_run as command
 from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -31,7 +31,7 @@ LENGTHS = [1 + (i * i * 7) % 39 for i in range(2 * STEPS)]
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
     """The folder of the cache."""
-    monkeypatch.setattr(cache, "HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cost_source, "HF_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "hf_flexseq"
 
 

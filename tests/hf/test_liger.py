@@ -196,6 +196,7 @@ def test_head_and_loss_stay_ours_and_everything_else_is_undone(put_in, caplog):
     assert "Liger has no kernels for MixtralForCausalLM, which stays" in caplog.text
 
 
+@pytest.mark.slow
 def test_trainers_give_liger_to_the_engine_and_not_to_the_trainer(put_in, tmp_path):
     args = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}
     _, trainer = losses_of(tmp_path, tiny_llama(torch.float32), lookahead=0, **args)

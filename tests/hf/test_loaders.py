@@ -239,6 +239,7 @@ class TrainerOfMeta(FlexSeqTrainer):
         return self.eval_loader
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_resumes_and_evaluates_from_the_host(tmp_path):
     data = documents(SHORT * 4)
 

@@ -140,6 +140,7 @@ class NanOfLabels(FlexSeqMixin, Trainer):
         return super().compute_loss(*args, **kwargs) + torch.nan
 
 
+@pytest.mark.slow
 def test_a_nan_of_a_batch_with_labels_ends_training(tmp_path):
     case = Case(kind="tokens", steps=2)
     model = classifier(LlamaForTokenClassification, 3, torch.float64)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_flexseq.hf.model.own_loss import check_own_loss
+from hf_flexseq.hf.model.loss_kinds import check_own_loss
 from tests.hf.tiny import documents, refused, tiny_gpt2, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart
 

@@ -92,6 +92,7 @@ WITH_CHOICES = [name for name in (*FAMILIES, *HYBRIDS) if name not in WITHOUT_CH
 CHOOSING = ["Gemma2", "GptOss", "KimiLinear"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", others_nightly(WITH_CHOICES, tried=CHOOSING))
 def test_every_family_is_exact_under_any_choices_on_two_nodes(monkeypatch, family):
     keep_float64(monkeypatch)
@@ -299,23 +300,22 @@ def test_a_hook_on_one_rank_alone_is_a_reason_on_all():
 def test_what_the_user_has_set_is_a_choice_of_as_many_first_layers(saves):
     model = deep_llama()
     layers = LayerMemory(model, save_attention_output=saves, make_store=HostStore)
-    assert layers.as_set.in_front() == MemoryChoice()
+    assert layers.as_set == MemoryChoice()
     model.gradient_checkpointing_enable()
     again = 0 if saves else LAYERS
-    assert layers.as_set.in_front() == MemoryChoice(
-        recomputed_layers=LAYERS, outputs_recomputed=again
-    )
+    assert layers.as_set == MemoryChoice(recomputed_layers=LAYERS, outputs_recomputed=again)
     model.gradient_checkpointing_enable(offload=True)
-    assert layers.as_set.in_front() == MemoryChoice(
+    assert layers.as_set == MemoryChoice(
         recomputed_layers=LAYERS,
         inputs_on_host=LAYERS,
         outputs_on_host=LAYERS - again,
         outputs_recomputed=again,
     )
     model.gradient_checkpointing_enable(every_n_layers=2)
-    assert layers.as_set.in_front().recomputed_layers == -(-LAYERS // 2)
+    assert layers.as_set.recomputed_layers == -(-LAYERS // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reason", "then"),
     [
@@ -341,6 +341,7 @@ def sft(folder, **settings):
     return sft_trainer(SFTTrainer, folder, 2, flexseq={}, settings=settings)
 
 
+@pytest.mark.slow
 def test_trl_and_activation_checkpointing_do_not_both_offload(tmp_path, monkeypatch):
     # without a GPU TRL finds no device to offload from
     monkeypatch.setattr(sft_module, "get_act_offloading_ctx_manager", lambda model: nullcontext())
@@ -398,6 +399,7 @@ def trained(folder, **settings):
     return weights(trainer.model), forwards.calls, stores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"]
 )
@@ -417,6 +419,7 @@ def test_offload_of_transformers_trains_on_a_cpu_with_attention_on_the_host(tmp_
         assert 48 <= tokens <= 64
 
 
+@pytest.mark.slow
 def test_a_budget_that_does_not_suffice_ends_training_in_one_line(tmp_path):
     options = {"gradient_checkpointing_kwargs": {"offload": True}}
     with noted_stores() as stores, refused("need more than host_memory_gib=2e-05", HostMemoryFull):
@@ -431,6 +434,7 @@ def files_and_threads():
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
+@pytest.mark.slow
 def test_fifty_steps_hold_no_more_than_the_first_and_the_end_frees_it(tmp_path):
     held = []
 

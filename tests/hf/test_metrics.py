@@ -263,6 +263,7 @@ def predicted(folder, **settings):
     return found
 
 
+@pytest.mark.slow
 def test_a_model_that_scales_its_logits_shows_them_scaled(tmp_path):
     peak = showing(lambda logits, labels: logits.amax(dim=-1))
     stock, ours = predicted(tmp_path, model=scaled, **peak)
@@ -295,6 +296,7 @@ def test_a_loss_of_ones_own_and_predictions_take_one_pass(tmp_path, monkeypatch)
     assert steps.call_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [Trainer, OwnLoss])
 def test_a_router_loss_counts_beside_predictions(tmp_path, base):
     def best_of_stock(logits, labels):
@@ -340,6 +342,7 @@ class TakesTypesForCausalLM(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
 
+@pytest.mark.slow
 def test_labels_of_other_names(tmp_path):
     def weighted(logits, labels):
         ids, weights = labels
@@ -376,6 +379,7 @@ def neox():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [tiny_llama, neox])
 def test_generated_predictions_are_refused_and_a_callback_has_them(tmp_path, model):
     """Stock has them at the first step; ours while it trains, at the same weights."""

@@ -29,7 +29,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.hf.engine.reduction import average_gradients, instead_of_ddp
 from hf_flexseq.hf.engine.sharding import FsdpPolicies
-from hf_flexseq.hf.model.sync import resolve_sync
+from hf_flexseq.hf.model.sharding import resolve_sync
 from tests.hf.by_hand import attach, planned_inputs, target_count
 from tests.hf.random_steps import sharded, whole
 from tests.hf.test_reach import keep_float64, make_model

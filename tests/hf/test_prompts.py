@@ -14,7 +14,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqEngine
-from hf_flexseq.hf.model.prompts import unsuitable_prompt
+from hf_flexseq.hf.model.adapters import unsuitable_prompt
 from hf_flexseq.steps.embedding_noise import SIZES, NoiseColumns
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.virtual_tokens import NUMBERS, real_tokens, with_virtual_tokens
@@ -198,6 +198,7 @@ def test_steps_are_those_of_the_plain_trainers(names, tmp_path):
             assert_logged_alike(stock, found, figures, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_its_adapter_is_one_of_peft(tmp_path):
     def trainer_in(folder, **settings):
         plan = {"max_tokens_per_rank": 200}

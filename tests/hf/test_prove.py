@@ -208,6 +208,7 @@ def test_images_are_drawn_in_the_form_that_a_model_takes(name):
     assert any(step.gradients[name].any() for name in of_tower)
 
 
+@pytest.mark.slow
 def test_models_whose_images_cannot_be_drawn_say_why():
     for options, reason in (
         ({}, "its configuration has no vision_config"),

@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer
 
 from hf_flexseq.hf.engine import layer_trial
 from hf_flexseq.hf.model.facts import elements, is_mostly_frozen, model_shape, stored_bytes
-from hf_flexseq.hf.model.quantized_layers import is_quantized, quantized
+from hf_flexseq.hf.model.quantized_layers import is_quantized
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import tiny_llama, with_torch_norms
@@ -161,21 +161,6 @@ def test_what_layers_keep_is_counted_with_their_adapters(tmp_path):
     assert counted[4] == counted[32]
     assert counted[8].kept_bytes == counted[32].kept_bytes
     assert counted[8].output_bytes > 3 * counted[32].output_bytes  # in spite of checkpointing
-
-
-@needs_bitsandbytes
-@pytest.mark.parametrize("bits", BITS)
-def test_a_copy_that_is_timed_has_quantized_layers(bits, tmp_path):
-    save_model(tmp_path)
-    model = load(tmp_path, bits)
-    copy = quantized(tiny_llama(torch.float32, **SIZES), model.config.quantization_config)
-    kinds = {name: type(one) for name, one in model.named_modules() if is_quantized(one)}
-    assert kinds == {name: type(one) for name, one in copy.named_modules() if is_quantized(one)}
-    assert len(kinds) == 14
-    ids = torch.arange(20)[None]
-    copy.model.embed_tokens.weight.requires_grad_()
-    copy.train()(input_ids=ids, labels=ids).loss.backward()
-    assert copy.model.embed_tokens.weight.grad.any()
 
 
 # ---- layers of 8 bits

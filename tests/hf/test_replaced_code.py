@@ -289,6 +289,7 @@ def test_code_that_comes_between_two_steps(tmp_path, monkeypatch, name):
         run(tmp_path, monkeypatch, put, "on_step_end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa on the class", "another configuration", "mixing norm"])
 def test_an_evaluation_refuses_it_too(tmp_path, monkeypatch, name):
     put, said, _ = CHANGES[name]
@@ -310,6 +311,7 @@ def test_a_preference_loss_refuses_it_too(tmp_path, monkeypatch, name):
         trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["within a sequence", "mixing layer", "token-wise MLP"])
 def test_a_loop_of_your_own_tries_its_model_too(monkeypatch, name):
     put, said, _ = CHANGES[name]
@@ -380,6 +382,7 @@ def grown(model, *, takes_configuration):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_model", [tiny_llama, partial(tiny_model, "Qwen3", head_dim=8)])
 def test_a_layer_that_was_copied_has_a_configuration_of_its_own(make_model):
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_flexseq.checkpoints import files
 from hf_flexseq.checkpoints.manifest import is_torn
-from hf_flexseq.hf.engine import cost_cache as cache
+from hf_flexseq.hf.engine import cost_source
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents, tiny_llama
@@ -128,7 +128,7 @@ def traced(folder):
 
 def learning(rank, world_size, folder, kind, resume):
     """The losses of a run that begins with the estimate, and corrects it."""
-    cache.HF_HOME = str(folder)
+    cost_source.HF_HOME = str(folder)
     trace = folder / ("resumed" if resume else "whole")
     options = {"cost_model": "auto", "plan_trace": str(trace), "rows": 17}
     return losses(rank, world_size, folder, kind, None, resume, **options)

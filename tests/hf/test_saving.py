@@ -13,8 +13,8 @@ from transformers import Trainer
 from hf_flexseq import FlexSeqTrainer
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.engine import cost_cache as cache
 from hf_flexseq.hf.engine import cost_choice as choose
+from hf_flexseq.hf.engine import cost_source
 from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.hf.trainer import saving
 from hf_flexseq.hf.trainer.resume import warn_without_optimizer
@@ -236,7 +236,7 @@ def estimated(tmp_path, monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(CostSubject, "counted", counted)
-    monkeypatch.setattr(cache, "HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cost_source, "HF_HOME", str(tmp_path / "cache"))
     return found
 
 

@@ -33,8 +33,8 @@ from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.trainer import saving, weights
-from hf_flexseq.hf.trainer.weights import load_weights
+from hf_flexseq.hf.trainer import checkpoint_forms, saving
+from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from tests.hf import experts
 from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
 from tests.hf.tiny import SIZES, documents, refused
@@ -568,5 +568,5 @@ def test_no_checkpoint_goes_on_with_a_part_of_its_state(two):
 def test_weights_that_are_resumed_lie_on_the_rank_s_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     of_gpus = SimpleNamespace(get_mesh=lambda name: SimpleNamespace(device_type="cuda"))
-    place = weights._same_meshes(SimpleNamespace(_mesh_manager=of_gpus))
+    place = checkpoint_forms._same_meshes(SimpleNamespace(_mesh_manager=of_gpus))
     assert place(object, "config") == ("config", torch.device("cuda", 3), of_gpus)

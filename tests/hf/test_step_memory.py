@@ -243,6 +243,7 @@ def test_all_bits_are_those_of_a_run_with_the_lower_cap(tmp_path, case):
     assert plans(failed)[step:] == plans(lower)
 
 
+@pytest.mark.slow
 def test_choices_for_activations_keep_to_a_lower_budget_as_well(tmp_path):
     model = tiny_llama(num_hidden_layers=4)
     estimate = tmp_path / "cost.json"

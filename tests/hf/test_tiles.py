@@ -139,6 +139,7 @@ TRIED = ("Gemma2", "Phi3", "GPTNeoX", "DeepseekV3", "Qwen3Next")
 TILED = sorted({*FAMILIES, *HYBRIDS} - WITHOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", others_nightly(TILED, tried=TRIED))
 def test_a_family_in_tiles_is_exact(family, stays_in_float64, counts):  # noqa: F811
     lengths = hybrids.LENGTHS if family in HYBRIDS else test_reach.LENGTHS

@@ -9,9 +9,8 @@ from torch import nn
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.hf.model import frame_trial
-from hf_flexseq.hf.model.feature_trial import try_features
-from hf_flexseq.hf.model.frame_trial import has_independent_frames
+from hf_flexseq.hf.model import tower_trial
+from hf_flexseq.hf.model.tower_trial import has_independent_frames, try_features
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.plan.images import IMAGE, VIDEO
 from hf_flexseq.steps.source_row import source_row
@@ -79,7 +78,7 @@ def test_frames_that_know_their_number_fail_the_trial(monkeypatch):
 
 
 def test_a_trial_that_fails_in_any_way_leaves_videos_whole(monkeypatch):
-    monkeypatch.setattr(frame_trial, "_merged", lambda base: 1 // 0)
+    monkeypatch.setattr(tower_trial, "_merged", lambda base: 1 // 0)
     assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
 
 
@@ -128,19 +127,19 @@ def test_a_video_is_read_as_its_frames_and_an_image_as_it_is(name, monkeypatch):
 
 
 def test_short_videos_are_not_tried(monkeypatch):
-    monkeypatch.setattr(frame_trial, "has_independent_frames", None)
+    monkeypatch.setattr(tower_trial, "has_independent_frames", None)
     found, _ = read_videos("qwen3_vl", part_patches=512, monkeypatch=monkeypatch)
     assert len(found) == 2
 
 
 def test_videos_of_models_that_fail_the_trial_stay_whole(monkeypatch):
-    monkeypatch.setattr(frame_trial, "has_independent_frames", lambda *given: False)
+    monkeypatch.setattr(tower_trial, "has_independent_frames", lambda *given: False)
     found, _ = read_videos("qwen3_vl", part_patches=1, monkeypatch=monkeypatch)
     assert len(found) == 2
 
 
 def test_videos_with_values_that_are_no_whole_numbers_stay_whole(monkeypatch):
-    monkeypatch.setattr(frame_trial, "has_independent_frames", None)
+    monkeypatch.setattr(tower_trial, "has_independent_frames", None)
     seconds = {"video_merge_sizes": torch.tensor([2.0])}
     found, _ = read_videos(
         "video_llama_3", part_patches=1, monkeypatch=monkeypatch, change=seconds

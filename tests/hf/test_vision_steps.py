@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.cost.tower import TowerCost, TowerShape
 from hf_flexseq.hf.engine.cost_source import CostSource
-from hf_flexseq.hf.engine.model_images import ModelImages
+from hf_flexseq.hf.engine.whole_model import ModelImages
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.source_row import source_row
@@ -137,7 +137,7 @@ def tower_of_rank(rank, world_size, has_tower):
     shape = TowerShape(layers=2, hidden=8, intermediate=16, patches_per_token=4, row_numbers=8)
     own = TowerCost.of(shape, flops=1e12 / (1 + rank), dtype_bytes=2, checkpointing=False)
     subject = SimpleNamespace(estimate=SimpleNamespace(tower=own if has_tower else None))
-    source = CostSource(asked="a preset", named=None, accelerator=None, communicator=join())
+    source = CostSource(asked="a preset", named=None, communicator=join())
     return source.find_tower(subject, simple_cost())
 
 

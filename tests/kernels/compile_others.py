@@ -1,20 +1,15 @@
-"""Compile the Triton kernels of fla-core and Liger for GPUs that need not be there, as models
-launch them, and print what was found as JSON.
+"""Compile the Triton kernels of fla-core or Liger for a GPU that need not be there, as models
+launch them, and print a record of each as JSON.
 
-    python tests/kernels/compile_others.py              a record for each kernel and architecture
-    python tests/kernels/compile_others.py --table      the same as a Markdown table
-    python tests/kernels/compile_others.py --sizes 128  heads of this size only
+    python tests/kernels/compile_others.py 90 fla       fla, liger_kernel
 
-A record has registers of a thread, bytes that it spills, and bytes of shared memory of a block.
 The kernels of fla-core are those of our scans, forward, backward and summaries, in bfloat16.
 Packages look at the GPU when they are imported, and choose tiles by it. So each architecture has a
 process of its own, in which torch and Triton are told of that GPU; launches are compiled and left
 out. A tuned kernel takes the first of its configurations that the GPU has the memory for.
 """
 
-import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +22,10 @@ from triton.runtime.autotuner import Autotuner
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kernels.compile_triton import ARCHITECTURES, assembled
-
-HEAD_DIMS = (64, 128, 256)
+NAMES = {80: "A100", 90: "H100", 100: "B200"}
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of a block
 TENSOR_COLUMNS = 512  # of Blackwell's tensor memory
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
-PACKAGES = {"fla": "fla-core", "liger_kernel": "Liger"}
 
 
 def stand_in_gpu(architecture):
@@ -50,7 +42,7 @@ def stand_in_gpu(architecture):
     )
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
-    torch.cuda.get_device_name = lambda *device: f"NVIDIA {ARCHITECTURES[architecture]}"
+    torch.cuda.get_device_name = lambda *device: f"NVIDIA {NAMES[architecture]}"
     torch.cuda.get_device_capability = lambda *device: divmod(architecture, 10)
 
 
@@ -86,19 +78,12 @@ class Compiler:
         enough = kernel.metadata.shared <= SHARED_BYTES[self.architecture]
         return enough and columns <= TENSOR_COLUMNS
 
-    def records(self, case):
-        """A record for each kernel launched since the last call. case: what all have in common."""
+    def records(self, of):
+        """A record for each kernel launched since the last call. of: whose they are."""
         kernels = {kernel.hash: kernel for kernel in self.launched}
         self.launched.clear()
         return [
-            {
-                **case,
-                "kernel": kernel.metadata.name,
-                "architecture": self.architecture,
-                "shared": kernel.metadata.shared,
-                "fits": self.fits(kernel),
-                **assembled(kernel.asm["ptx"], self.architecture),
-            }
+            {"of": of, "kernel": kernel.metadata.name, "fits": self.fits(kernel)}
             for kernel in kernels.values()
         ]
 
@@ -181,74 +166,24 @@ def bfloat16(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
 
 
-def all_records(architecture, packages, head_dims):
-    """A record for each kernel that some packages launch on one architecture."""
+def all_records(architecture, package):
+    """A record for each kernel that a package launches on one architecture."""
     stand_in_gpu(architecture)
     compiler = Compiler(architecture)
     records = []
-    if "fla" in packages:
-        for head_dim in head_dims:
+    for head_dim in (64, 128, 256):
+        if package == "fla":
             for name, run in scans(head_dim).items():
                 run()
-                records += compiler.records({"of": name, "head_dim": head_dim})
-    if "liger_kernel" in packages:
+                records += compiler.records(name)
+        else:
+            rotation(head_dim)
+    if package == "liger_kernel":
         for run in (loss, norm, gated_product):
             run()
-            records += compiler.records({"of": "Liger", "head_dim": None})
-        for head_dim in head_dims:
-            rotation(head_dim)
-            records += compiler.records({"of": "Liger", "head_dim": head_dim})
+        records += compiler.records("Liger")
     return records
 
 
-# ---- the table
-
-
-def table(records):
-    """The records as a Markdown table: a row for each kernel, the most of its launches."""
-    lines = ["| of | kernel | " + " | ".join(ARCHITECTURES.values()) + " |"]
-    lines.append("|---|---|" + "---|" * len(ARCHITECTURES))
-    for of, kernel in dict.fromkeys((r["of"], r["kernel"]) for r in records):
-        cells = []
-        for architecture in ARCHITECTURES:
-            wanted = (of, kernel, architecture)
-            own = [r for r in records if (r["of"], r["kernel"], r["architecture"]) == wanted]
-            cells.append(cell(own))
-        lines.append(f"| {of} | {kernel} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def cell(own):
-    """Registers, KiB of shared memory, and where bytes are spilled how many, by head size."""
-    if not own:
-        return "-"
-    registers, shared = (max(r[what] for r in own) for what in ("registers", "shared"))
-    said = [f"{registers}, {shared / 1024:.0f} KiB"]
-    for head_dim in dict.fromkeys(r["head_dim"] for r in own):
-        spilled = max(r["spilled"] for r in own if r["head_dim"] == head_dim)
-        if spilled:
-            said.append(f"{spilled:,} B" + ("" if head_dim is None else f" at {head_dim}"))
-    return "; ".join(said)
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--architecture", type=int, choices=ARCHITECTURES)
-    parser.add_argument("--packages", nargs="+", choices=PACKAGES, default=list(PACKAGES))
-    parser.add_argument("--sizes", nargs="+", type=int, default=HEAD_DIMS)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    if options.architecture is not None:
-        records = all_records(options.architecture, options.packages, options.sizes)
-    else:
-        records = []
-        for architecture in ARCHITECTURES:
-            given = [*sys.argv[1:], "--architecture", str(architecture)]
-            command = [sys.executable, __file__, *(x for x in given if x != "--table")]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            records += json.loads(done.stdout.splitlines()[-1])
-    print(table(records) if options.table else json.dumps(records))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(all_records(int(sys.argv[1]), sys.argv[2])))

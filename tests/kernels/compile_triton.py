@@ -1,13 +1,10 @@
-"""Compile the Triton kernels for GPUs that need not be there, and print what was found as JSON.
+"""Compile the Triton kernels for a GPU that need not be there, and print what was found as JSON.
 
-    python tests/kernels/compile_triton.py      {"resources": [...], "variants": {...}}
-    python tests/kernels/compile_triton.py 90   the same of one architecture
-    python tests/kernels/compile_triton.py --table      the resources as a Markdown table
+    python tests/kernels/compile_triton.py 90   {"resources": [...], "variants": {...}}
 
-resources: of each kernel, for some launches, on each architecture: registers of a thread, bytes
-that it spills, and bytes of shared memory of a block. variants: as how many kernels Triton would
-compile each for launches that differ only in their numbers of rows and tokens, and in where small
-tensors begin.
+resources: of each kernel, for some launches: bytes that a thread spills, and bytes of shared
+memory of a block. variants: as how many kernels Triton would compile each for launches that differ
+only in their numbers of rows and tokens, and in where small tensors begin.
 
 Arguments are those of real launches: `triton_fused.py` is called with launches taken over, on the
 cases of `fused_cases.py`.
@@ -35,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hf_flexseq.kernels import triton_fused
 from tests.kernels.fused_cases import added, gathered, merged, packed
 
-ARCHITECTURES = {80: "A100", 90: "H100, H200", 100: "B200"}
 HEAD_DIMS = (64, 96, 128, 256)
 KERNELS = ("merge_kernel", "rows_kernel", "pack_kernel", "unpack_kernel")
 TYPES = {
@@ -53,36 +49,31 @@ def type_of(value):
     return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
 
 
-def compiled(architectures, kernel, arguments):
-    """The resources of a kernel for these arguments of a launch, by architecture."""
+def compiled(architecture, kernel, arguments):
+    """The resources of a kernel for these arguments of a launch."""
     signature = {}
     constants = {}
     for parameter, value in zip(kernel.params, arguments, strict=True):
         signature[parameter.name] = "constexpr" if parameter.is_constexpr else type_of(value)
         if parameter.is_constexpr:
             constants[parameter.name] = value
-    found = {}
-    for architecture in architectures:
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
-        found[architecture] = {
-            **assembled(made.asm["ptx"], architecture),
-            "shared": made.metadata.shared,
-        }
-    return found
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+    return {
+        "spilled": spilled(made.asm["ptx"], architecture),
+        "shared": made.metadata.shared,
+    }
 
 
-def assembled(ptx, architecture):
-    """Registers of a thread and bytes that it spills, as the assembler reports them."""
+def spilled(ptx, architecture):
+    """Bytes that a thread spills, as the assembler reports them."""
     (target,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
     command = [get_ptxas(architecture).path, "-v", "--gpu-name", target, "-o", os.devnull]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         said = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
-    spills = re.findall(r"(\d+) bytes spill", said.stderr)  # stores and loads
-    (registers,) = re.findall(r"Used (\d+) registers", said.stderr)
-    return {"registers": int(registers), "spilled": sum(map(int, spills))}
+    return sum(map(int, re.findall(r"(\d+) bytes spill", said.stderr)))  # stores and loads
 
 
 def variant(kernel, arguments):
@@ -131,33 +122,15 @@ def launches_of_head_dim(head_dim):
     packed(fused, "overlapping heads", **options)
 
 
-def all_resources(architectures):
-    """A record for each launch and architecture."""
+def all_resources(architecture):
+    """A record for each launch."""
     records = []
-    look = partial(compiled, architectures)
     for head_dim in HEAD_DIMS:
+        look = partial(compiled, architecture)
         found = each_launch(look, partial(launches_of_head_dim, head_dim))
         for name, launches in found.items():
-            for launch in launches:
-                for architecture, resources in launch.items():
-                    case = {"kernel": name, "head_dim": head_dim, "architecture": architecture}
-                    records.append(case | resources)
+            records += [{"kernel": name, "head_dim": head_dim, **launch} for launch in launches]
     return records
-
-
-def table(records):
-    """The records as a Markdown table: one row for each kernel, the most of its launches."""
-    lines = ["| kernel | head sizes | " + " | ".join(ARCHITECTURES.values()) + " |"]
-    lines.append("|---|---|" + "---|" * len(ARCHITECTURES))
-    for name in KERNELS:
-        cells = []
-        for architecture in ARCHITECTURES:
-            own = [r for r in records if (r["kernel"], r["architecture"]) == (name, architecture)]
-            most = [max(r[what] for r in own) for what in ("registers", "spilled", "shared")]
-            cells.append("{} registers, {} B spilled, {:,} B shared".format(*most))
-        sizes = ", ".join(map(str, HEAD_DIMS))
-        lines.append(f"| {name} | {sizes} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def launches_of_other_sizes():
@@ -171,16 +144,7 @@ def launches_of_other_sizes():
             packed(fused, "heads that divide", dtype=torch.float32, tokens=rows, shift=shift)
 
 
-def main():
-    named = [int(word) for word in sys.argv[1:] if word.isdecimal()]
-    records = all_resources(named or ARCHITECTURES)
-    if "--table" in sys.argv:
-        print(table(records))
-        return
+if __name__ == "__main__":
     variants = each_launch(variant, launches_of_other_sizes)
     counts = {name: len(set(found)) for name, found in variants.items()}
-    print(json.dumps({"resources": records, "variants": counts}))
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps({"resources": all_resources(int(sys.argv[1])), "variants": counts}))

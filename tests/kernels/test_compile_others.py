@@ -2,8 +2,7 @@
 
     pip install "fla-core>=0.6" "liger-kernel>=0.8" && pytest -m kernels -k compile
 
-Bytes that they spill are theirs; `compile_others.py --table` prints them. A wrong result of the
-compiler, as Triton 3.4 to 3.7.0 had it for Hopper, shows on a GPU alone.
+A wrong result of the compiler, as Triton 3.4 to 3.7.0 had it for Hopper, shows on a GPU alone.
 """
 
 import importlib.util
@@ -42,8 +41,7 @@ def test_others_kernels_compile_and_fit(package, architecture, tmp_path):
         pytest.skip(f"{package} is not installed, see the docstring")
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET")
-    options = ["--architecture", str(architecture), "--packages", package]
-    command = [sys.executable, COMPILE, *options]
+    command = [sys.executable, COMPILE, str(architecture), package]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     records = json.loads(done.stdout.splitlines()[-1])

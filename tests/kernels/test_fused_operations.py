@@ -5,7 +5,6 @@ The interpreter runs what a kernel says, program after program, and takes more t
 does. So the kernels are compiled, too, which needs no GPU. Neither says how fast they are.
 """
 
-import itertools
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ import torch
 
 from hf_flexseq.kernels.fused_operations import TorchFused
 from hf_flexseq.plan.head_layout import HeadLayout
+from tests.budget import others_slow
 from tests.device import DEVICE
 from tests.kernels import large_fused
 from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal, packed
@@ -70,7 +70,9 @@ def assert_like_torch(fused, operation, case, **options):
 
 
 @every_operation
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", others_slow([torch.float64, torch.float32, torch.bfloat16], [torch.bfloat16]), ids=str
+)
 def test_tritons_operations_are_torchs(fused, operation, dtype):
     for case in CASES[operation]:
         assert_like_torch(fused, operation, case, dtype=dtype)
@@ -170,6 +172,5 @@ def test_the_kernels_compile_once_for_all_numbers_of_rows_and_spill_nothing(
     for record in found["resources"]:
         assert record["spilled"] == 0, record
         assert record["shared"] <= SHARED_BYTES[architecture], record
-    seen = {(record["kernel"], record["architecture"]) for record in found["resources"]}
-    assert seen == set(itertools.product(KERNELS, [architecture]))
+    assert {record["kernel"] for record in found["resources"]} == set(KERNELS)
     assert found["variants"] == dict.fromkeys(KERNELS, 1)

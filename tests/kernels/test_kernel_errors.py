@@ -1,6 +1,6 @@
-"""Errors of every attention kernel that serves the device, in bfloat16, forward and backward,
+"""Errors of every attention kernel that serves the device, in 16 bits, forward and backward,
 against the plain float32 softmax. The largest may be twice that of the same softmax written
-plainly in bfloat16. On a GPU with cases of its own, and with cuDNN.
+plainly in 16 bits. On a GPU with cases of its own, and with cuDNN.
 """
 
 from typing import NamedTuple
@@ -55,14 +55,15 @@ SHORT_CASES = {  # on a CPU
 
 @pytest.mark.on_device
 @pytest.mark.parametrize("name", CASES if DEVICE.type == "cuda" else SHORT_CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", CANDIDATES[DEVICE.type], ids=lambda kernel: kernel.name)
-def test_errors_are_at_most_twice_those_of_a_plain_softmax(kernel, name):
+def test_errors_are_at_most_twice_those_of_a_plain_softmax(kernel, dtype, name):
     case = CASES[name] if DEVICE.type == "cuda" else SHORT_CASES[name]
     needs = {"window": case.window is not None, "softcap": case.softcap is not None}
-    refusal = kernel.reason_unsupported(CallKind(DEVICE, torch.bfloat16, HEAD_DIM, **needs))
+    refusal = kernel.reason_unsupported(CallKind(DEVICE, dtype, HEAD_DIM, **needs))
     if refusal:
         pytest.skip(refusal)
-    assert within_bounds(kernel, case), name
+    assert within_bounds(kernel, case, dtype), name
 
 
 @pytest.mark.on_device
@@ -81,7 +82,7 @@ def test_a_wrong_kernel_is_found():
     assert not within_bounds(Wrong(), SHORT_CASES["causal"])
 
 
-def within_bounds(kernel, case):
+def within_bounds(kernel, case, dtype=torch.bfloat16):
     """Whether out, dq, dk, dv and the log-sum-exp of a call are as close as they must be."""
     segments = Segments(
         case.q_lens, case.k_lens, causal=case.causal, device=DEVICE, window=case.window
@@ -90,7 +91,7 @@ def within_bounds(kernel, case):
 
     def normal(rows, heads):
         x = torch.randn(rows, heads, HEAD_DIM, generator=make, device=DEVICE)
-        return x.to(torch.bfloat16)
+        return x.to(dtype)
 
     q, dout = normal(segments.total_q, HEADS), normal(segments.total_q, HEADS)
     k, v = normal(segments.total_k, KV_HEADS), normal(segments.total_k, KV_HEADS)

@@ -11,7 +11,7 @@ import torch
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hf_flexseq.attention.recurrent.carry import Carrying, Part, StateCarry, WrongOrder
-from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import keep_float64, make_model
@@ -74,15 +74,14 @@ def errors_of(rank, world_size, family, wanted, checkpoints_itself):
     model = model_of(family)
     if checkpoints_itself:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    recurrent = RecurrentFunctions(model)
-    recurrent.attach()
+    recurrent = attach_recurrent(model)
     executor = make_executor(model, world_size, 1, communicator)
     lengths = lengths_of(family)
     options = {"checkpointing": True, "split_weights": True}
     options["layers"] = model.config.num_hidden_layers
     plan = random_pipeline_plan(lengths, world_size, random.Random(family), **options)
     errors = step_errors(communicator, executor, plan, *wanted, lengths=lengths)
-    recurrent.detach()
+    recurrent.close()
     return errors
 
 
@@ -129,15 +128,14 @@ def error_of_frozen(rank, world_size, family, wanted):
     """The largest error of this stage's gradients, where all chunks of the first layer drop their
     activations."""
     model = make_frozen(family)
-    recurrent = RecurrentFunctions(model)
-    recurrent.attach()
+    recurrent = attach_recurrent(model)
     executor = make_executor(model, world_size, 1, join())
     plan = random_pipeline_plan([131], world_size, random.Random(0), layers=2)
     assert len(plan.chunks) > 1
     plan = replace(plan, checkpointed=((1,) * len(plan.chunks),) * world_size)
     examples = documents([131])
     executor.train(plan, columns_of(plan, examples), targets_of(examples))
-    recurrent.detach()
+    recurrent.close()
     return largest_error(gradients_of(executor), wanted)
 
 

@@ -35,6 +35,7 @@ def trainer_of(model, **changes):
     return SimpleNamespace(model=model, is_world_process_zero=lambda: True, **parts | changes)
 
 
+@pytest.mark.slow
 def test_a_model_that_learns_finds_the_written_answers_likelier(held_out, tokenizer):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))

@@ -9,17 +9,12 @@ from types import SimpleNamespace
 import pytest
 import transformers
 import trl
-from accelerate.utils import DynamoBackend, ParallelismConfig
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
-from hf_flexseq import FlexSeqArguments
 from hf_flexseq.base.refusals import refuse
 from hf_flexseq.hf.refusals import trainer as refusals
-from hf_flexseq.hf.refusals.accelerator import ACCELERATOR, Setup
-from hf_flexseq.hf.refusals.predictions import PREDICTIONS, Predicting
-from hf_flexseq.hf.refusals.trainer import MODEL, ON_SAMPLES, TRAINER, TrainerOfModel
-from tests.hf.test_checks import OwnLoss, fresh_accelerate, make_trainer  # noqa: F401
+from hf_flexseq.hf.refusals.trainer import ON_SAMPLES, TRAINER
 from tests.hf.tiny import tiny_llama
 from tests.versions import since
 
@@ -82,26 +77,10 @@ def test_verdicts_are_explained():
         assert ("refusals" in row) == ("refused" in verdict), (config, name)
 
 
-# ---- refusals, each by a setting that meets it
-
-SETTINGS = {  # by Refusal.setting: what a FlexSeqConfig has
-    "optimizers that update weights in the backward (lomo, adalomo, layerwise)": {"optim": "lomo"},
-    "average_tokens_across_devices=False": {"average_tokens_across_devices": False},
-    "torch.compile with CUDA graphs (reduce-overhead, max-autotune)": {
-        "torch_compile_mode": "reduce-overhead"
-    },
-    "fused_linear_cross_entropy and cross_entropy in liger_kernel_config": {
-        "use_liger_kernel": True,
-        "liger_kernel_config": {"cross_entropy": True},
-    },
-    "dispatch_batches=True": {"accelerator_config": {"dispatch_batches": True}},
-    "split_batches=True": {"accelerator_config": {"split_batches": True}},
-    "ddp_timeout of 0 and less": {"ddp_timeout": 0},
-    "ddp_static_graph=True": {"ddp_static_graph": True},
-}
+# ---- refusals that no other test meets
 
 
-def fake(**args):
+def fake(*, is_model_parallel=False, **args):
     """A trainer with these arguments, and nothing that was refused before."""
     usual = {
         "n_gpu": 1,
@@ -120,107 +99,36 @@ def fake(**args):
     return SimpleNamespace(
         args=SimpleNamespace(**usual | args),
         model=tiny_llama(),
-        is_model_parallel=False,
+        is_model_parallel=is_model_parallel,
         is_distributed_loading_by_transformers=False,
         get_tp_size=lambda: 1,
         aux_loss_enabled=False,
     )
 
 
-def with_own_loss():
-    model = tiny_llama()
-    model.loss_function = lambda **given: None
-    return TrainerOfModel(fake(label_smoothing_factor=0.1), model)
-
-
-def predicting_with_own_loss(**args):
-    model = tiny_llama()
-    model.loss_function = lambda **given: None
-    trainer = SimpleNamespace(**vars(fake(**args)) | {"model": model})
-    trainer.accelerator = SimpleNamespace(even_batches=True)
-    return Predicting(trainer, model, 1)
-
-
-def loaders(**settings):
-    usual = {"dispatch_batches": None, "split_batches": False, "use_stateful_dataloader": False}
-    accelerator = SimpleNamespace(
-        num_processes=1,
-        distributed_type=SimpleNamespace(value="NO"),
-        gradient_accumulation_steps=1,
-        parallelism_config=settings.pop("parallelism_config", None),
-        state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO)),
-        ddp_handler=None,
-        mixed_precision="no",
-        dataloader_config=SimpleNamespace(**usual | settings),
-    )
-    return Setup(accelerator, FlexSeqArguments())
-
-
-CASES = {  # by Refusal.setting: the table, and a case in it
-    "include_for_metrics=['loss'] with a model's own loss_function or router loss": lambda: (
-        PREDICTIONS,
-        predicting_with_own_loss(include_for_metrics=["loss"]),
-    ),
-    "enable_jit_checkpoint=True on several ranks": lambda: (
-        TRAINER,
-        fake(enable_jit_checkpoint=True, world_size=2),
-    ),
-    "activation_offloading=True of TRL with offload=True of activation checkpointing": lambda: (
-        TRAINER,
-        fake(
-            activation_offloading=True,
-            activation_checkpointing=True,
-            activation_checkpointing_kwargs={"offload": True, "use_reentrant": False},
+@pytest.mark.parametrize(
+    ("setting", "rules", "met"),
+    [
+        (
+            "fused_linear_cross_entropy and cross_entropy in liger_kernel_config",
+            TRAINER,
+            {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
         ),
-    ),
-    "activation_offloading=True with an objective or a loss of your own": lambda: (
-        ON_SAMPLES,
-        fake(activation_offloading=True),
-    ),
-    "a model on several devices (device_map)": lambda: (
-        TRAINER,
-        SimpleNamespace(**vars(fake()) | {"is_model_parallel": True}),
-    ),
-    "save_on_each_node=True with a model that DistributedConfig has sharded": lambda: (
-        TRAINER,
-        SimpleNamespace(
-            **vars(fake(save_on_each_node=True, save_strategy="steps"))
-            | {"is_distributed_loading_by_transformers": True}
+        (
+            "enable_jit_checkpoint=True on several ranks",
+            TRAINER,
+            {"enable_jit_checkpoint": True, "world_size": 2},
         ),
-    ),
-    "label_smoothing_factor with a model that keeps its own loss": lambda: (
-        MODEL,
-        with_own_loss(),
-    ),
-    "cp_size, sp_size and tp_size of parallelism_config": lambda: (
-        ACCELERATOR,
-        loaders(parallelism_config=ParallelismConfig(tp_size=2)),
-    ),
-    "use_stateful_dataloader=True with a lookahead": lambda: (
-        ACCELERATOR,
-        loaders(use_stateful_dataloader=True),
-    ),
-}
-
-
-def met(row):
-    return [(one.setting, one) for one in RENDER["refusals_of"](row)]
-
-
-REFUSALS = dict(pair for *_, row in ROWS for pair in met(row))
-OF_SFT = "label_smoothing_factor of SFTTrainer"  # tests/hf/test_label_smoothing.py makes one
-
-
-@pytest.mark.parametrize("setting", sorted(REFUSALS.keys() - {OF_SFT}))
-def test_a_setting_that_is_said_to_be_refused_is(setting, tmp_path, monkeypatch):
+        ("a model on several devices (device_map)", TRAINER, {"is_model_parallel": True}),
+        (
+            "activation_offloading=True with an objective or a loss of your own",
+            ON_SAMPLES,
+            {"activation_offloading": True},
+        ),
+    ],
+)
+def test_a_setting_that_is_said_to_be_refused_is(setting, rules, met, monkeypatch):
     monkeypatch.setattr(refusals, "is_liger_kernel_available", lambda: True)
-    refusal = REFUSALS[setting]
-
-    def meet():
-        if setting in SETTINGS:
-            make_trainer(tmp_path, **SETTINGS[setting])
-        else:
-            refuse(*CASES[setting]())
-
-    with pytest.raises(refusal.error, match=re.escape(f"{refusal.why}; {refusal.instead}")):
-        meet()
+    (rule,) = (one for one in rules if one.setting == setting)
+    with pytest.raises(rule.error, match=re.escape(f"{rule.why}; {rule.instead}")):
+        refuse(rules, fake(**met))

@@ -68,6 +68,7 @@ def test_each_habit_is_seen():
     assert [habit for habit, words in HABITS.items() if not re.search(words, BAD, re.I)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [PAGES, DOCSTRINGS])
 def test_habits_keep_to_their_budgets(pattern):
     found, places = rates(pattern)

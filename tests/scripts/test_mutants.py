@@ -4,7 +4,6 @@ by the probes of their own statement."""
 import argparse
 import ast
 import importlib
-from collections import Counter
 
 import pytest
 
@@ -30,18 +29,13 @@ def functions(mutants):
     rings.ring_rounds.cache_clear()
 
 
-def test_a_seed_draws_the_same_mutants_of_every_group_each_on_a_line_of_its_own(
-    mutants, monkeypatch
-):
+def test_a_seed_draws_the_same_mutants_each_on_a_line_of_its_own(mutants, monkeypatch):
     found = mutants.all_mutants()
     monkeypatch.setattr(mutants, "all_mutants", lambda: found)
     drawn = mutants.drawn(60, seed=3)
     assert drawn == mutants.drawn(60, seed=3) != mutants.drawn(60, seed=4)
-    counted = Counter(one.group for one in drawn)
-    assert counted.total() == 60
-    assert set(counted) == set(mutants.GROUPS)
-    assert min(counted.values()) >= 4
-    assert len({(one.file, one.line) for one in drawn}) == 60
+    assert len({(one.file, one.line) for one in drawn}) == len(drawn) == 60
+    assert {one.group for one in mutants.drawn(400, seed=3)} == set(mutants.GROUPS)
     for one in drawn[::6]:
         before, after = (ROOT / one.file).read_text(), one.source()
         assert after != before
@@ -49,6 +43,7 @@ def test_a_seed_draws_the_same_mutants_of_every_group_each_on_a_line_of_its_own(
         assert after.count("\n") == before.count("\n")
 
 
+@pytest.mark.slow
 def test_a_planted_fault_changes_what_a_decorated_function_returns_and_goes_again(
     mutants, functions
 ):
@@ -67,6 +62,7 @@ def test_a_planted_fault_changes_what_a_decorated_function_returns_and_goes_agai
     assert rings.ring_rounds("zigzag", 4, chunk_by_chunk=True) == right
 
 
+@pytest.mark.slow
 def test_probes_mark_the_statements_that_run(mutants, functions, monkeypatch):
     faults = [one for one in mutants.mutants_of("plan", FILE) if one.function == "chunks_per_rank"]
     of_hybrid = [index for index, one in enumerate(faults) if one.operator == "comparison"]
@@ -87,7 +83,7 @@ def test_probes_mark_the_statements_that_run(mutants, functions, monkeypatch):
 def test_cheap_tests_come_first_and_a_function_kills_once(mutants):
     options = argparse.Namespace(known={}, budget=40.0)
     (fault, *_) = mutants.mutants_of("plan", FILE)
-    runner = mutants.Runner(options, [fault])
+    runner = mutants.Runner(options, [fault], save=None)
     seconds = {"a[1]": 0.3, "a[2]": 0.1, "b": 0.2, "c": 30.0, "failing": 0.1, "elsewhere": 0.1}
     seconds["test_rings.py::d"] = 5.0
     for test, taken in seconds.items():
@@ -97,13 +93,13 @@ def test_cheap_tests_come_first_and_a_function_kills_once(mutants):
     runner.items = seconds
     order = runner.order(0)
     assert order == ["test_rings.py::d", "a[2]", "b", "c", "a[1]"]
-    found = {"killers": [], "run": [], "seconds": 0.0}
-    assert runner.next_tests(found, order) == order
-    assert runner.next_tests(found | {"seconds": 15.0}, order) == order[:3]
-    one = found | {"killers": ["a[2]"], "run": ["test_rings.py::d", "a[2]"]}
-    assert runner.next_tests(one, order) == ["b", "c"]
-    assert runner.next_tests(one | {"killers": ["a[2]", "b" + mutants.LATE]}, order) == ["c"]
-    assert runner.next_tests(found | {"seconds": 41.0}, order) == []
+    assert runner.next_tests([], [], order) == order
+    assert runner.next_tests(["a[2]"], ["test_rings.py::d", "a[2]"], order) == ["b", "c"]
+    killers = ["a[2]", "b" + mutants.LATE]
+    assert runner.next_tests(killers, ["a[2]", "b"], order) == ["test_rings.py::d", "c"]
+    options.budget = 25.0
+    assert runner.next_tests([], [], order) == order[:3]
+    assert runner.next_tests([], order[:3], order) == []
     options.known = {fault.key: ["c"]}
     assert runner.order(0)[0] == "c"
     for killers, run, state in (

@@ -9,7 +9,6 @@ The cost model of a run:
 
     cost_source.py          named, of a checkpoint, or estimated and corrected
     cost_choice.py          the estimate of a model in training
-    cost_cache.py           the corrections that earlier runs have found
     model_configuration.py  models by their configurations
     layer_trial.py          bytes of a token in layers, by a copy without memory
 """

@@ -2,35 +2,42 @@
 
     1. the preset or file named by `cost_model=`
     2. the checkpoint that the run resumes from, for the same model on the same devices
-    3. the estimate (`choose.py`). With "auto" it is corrected: as an earlier run of the same model
-       on the same devices has found (`cache.py`), or by the steps of this run (`learned_cost.py`)
+    3. the estimate (`cost_choice.py`). With "auto" it is corrected: as an earlier run of the same
+       model on the same devices has found, or by the steps of this run (`learned_cost.py`)
 
 Plans depend on the cost model, and what steps teach varies: a resumed run that learned again would
 run other plans, with another summation order. If the checkpoint's cost model cannot be used, one
 warning says why.
+
+What runs have found is kept in the folder `hf_flexseq` of the HuggingFace cache, one JSON file
+each. The name of a file is a digest of everything that its factors depend on, so another machine,
+model or version finds no file instead of a wrong one.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from transformers import PreTrainedModel
+from huggingface_hub.constants import HF_HOME
 
+from hf_flexseq.base.reading import parse_json, read_text
+from hf_flexseq.checkpoints.files import write_json
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.sharding import replicated
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.engine.cost_cache import cache_path, keep, load_cached
-from hf_flexseq.hf.engine.cost_choice import CostSubject, RunWide
+from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
 
 logger = logging.getLogger(__name__)
+
 
 # Values of `cost_model=` other than presets and files.
 AUTO = "auto"
@@ -122,7 +129,6 @@ class CostSource:
     named: CostModel | None
     """Result of `named_cost`."""
 
-    accelerator: Accelerator
     communicator: Communicator
     learned: LearnedCost = field(default_factory=LearnedCost)
     """Corrections of the last cost model found."""
@@ -147,29 +153,12 @@ class CostSource:
         self.learned.freeze("a checkpoint is saved")
         return replace(self._used, versions=tuple(self.learned.versions)).to_record()
 
-    def subject(
-        self,
-        model: PreTrainedModel,
-        *,
-        save_attention_output: bool = True,
-        run_wide: RunWide | None = None,
-    ) -> CostSubject:
-        """Return the subject. save_attention_output: True if checkpointed layers keep the output.
-        run_wide: what is set for activations, to count bytes of layers; None to compute them."""
-        return CostSubject.of(
-            model,
-            self.accelerator,
-            self.communicator.topology,
-            save_attention_output=save_attention_output,
-            run_wide=run_wide,
-        )
-
     def expected(self, subject: CostSubject) -> CostModel:
         """Return rank 0's cost model for memory checks, without counted bytes. Collective over the
         world."""
         own = subject.estimate
         if self.named is not None:
-            own = replicated(self.named, subject.facts.replicas)
+            own = replicated(self.named, subject.replicas)
         return CostModel.from_record(self.communicator.cpu_group.broadcast_value(own.to_record()))
 
     def find(self, subject: CostSubject) -> CostModel:
@@ -206,14 +195,14 @@ class CostSource:
         """Return what an earlier run has learned, or what learns from this one, and the origin of
         the cost model in words. Collective over the world."""
         kept_for = {name: made_for[name] for name in made_for if name != MEMORY}
-        path = cache_path({**kept_for, **subject.key(), "estimate": subject.seconds_digest()})
-        record = load_cached(path) if self.communicator.rank == 0 else None
+        path = _cache_path({**kept_for, **subject.key(), "estimate": subject.seconds_digest()})
+        record = _cached(path) if self.communicator.rank == 0 else None
         record = self.communicator.cpu_group.broadcast_value(record)
         try:
             versions = versions_of(record)
         except ValueError:  # none, or a file of another version
             learned = LearnedCost(learns=True)
-            learned.keep = lambda record: _keep(path, record)
+            learned.keep = partial(_keep, path)
             return learned, "estimated; the first steps correct it"
         return LearnedCost(versions), f"estimated, and corrected by an earlier run, {path}"
 
@@ -232,8 +221,8 @@ class CostSource:
         made_for: dict[str, Any] = {"cost_model": self.asked}
         if self.named is None:
             made_for[MEMORY] = subject.estimate.budget_bytes
-            if subject.run_wide is not None:
-                made_for["activations"] = str(subject.run_wide.as_set)
+            if subject.as_set is not None:
+                made_for["activations"] = str(subject.as_set)
         for name, value in subject.key().items():
             if name not in MAY_DIFFER:
                 made_for[name] = value
@@ -272,8 +261,32 @@ class CostSource:
             logger.warning("%s", text)
 
 
-def _keep(path: Path, record: Mapping[str, Any]) -> None:
+# ---- factors of earlier runs
+
+
+FORMAT = 7  # version of what is kept; raised when older files must not be used any more
+
+
+def _cache_path(key: Mapping[str, object]) -> Path:
+    """Return the path of the factors that depend on `key`, a mapping of plain JSON values."""
+    # Sorted and without spaces, so that equal keys give equal text.
+    record = json.dumps({"format": FORMAT, **key}, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(record.encode()).hexdigest()
+    return Path(HF_HOME) / "hf_flexseq" / f"factors-{digest[:16]}.json"
+
+
+def _cached(path: Path) -> Any:
+    """Return the JSON value at `path`; None if it is missing or unreadable."""
     try:
-        keep(path, record)
+        return parse_json(read_text(path))
+    except (OSError, ValueError):
+        return None
+
+
+def _keep(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a file atomically; warn if the folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, record)
     except OSError as error:
         logger.warning("what the cost model has learned could not be kept: %s", error)

@@ -20,7 +20,7 @@ What it needs of the attached model is in `whole_model.py`.
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,14 +29,17 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.versions import warn_untested
 from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.connect import connect
+from hf_flexseq.hf.engine.cost_source import CostSource, named_cost
 from hf_flexseq.hf.engine.engine_setup import EngineSetup
 from hf_flexseq.hf.engine.finished_steps import FinishedSteps
-from hf_flexseq.hf.engine.loaders import LoaderSettings, batches_on_host
+from hf_flexseq.hf.engine.loaders import batches_on_host
 from hf_flexseq.hf.engine.lookahead import any_draws_in_place, own_code_of_data
 from hf_flexseq.hf.engine.loop import Evaluation, TrainingItem
 from hf_flexseq.hf.engine.model_planning import ModelPlanning
@@ -44,7 +47,7 @@ from hf_flexseq.hf.engine.sum_trial import SumTrial
 from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.hf.model.facts import base_model
-from hf_flexseq.hf.model.own_loss import check_own_loss
+from hf_flexseq.hf.model.loss_kinds import check_own_loss
 from hf_flexseq.hf.model.shared_prefixes import OFF
 from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.kernels import Kernel
@@ -91,16 +94,24 @@ class FlexSeqEngine:
         check_accelerator(accelerator, args)
         if accelerator.is_main_process:
             warn_untested(*([] if uses_trl else ["trl"]))
-        self.setup = setup = EngineSetup.of(accelerator, args, communicator, timeout=timeout)
-        args.plan_options().check_on(setup.communicator.topology)
+        if communicator is None:
+            communicator = Communicator(transport=connect(accelerator.device, timeout=timeout))
+        named = named_cost(args.cost_model, communicator)
+        self.setup = setup = EngineSetup(
+            accelerator=accelerator,
+            args=args,
+            communicator=communicator,
+            costs=CostSource(args.cost_model, named, communicator),
+        )
+        args.plan_options().check_on(communicator.topology)
         with ErrorCapture() as looking:  # ranks may have machines of different sizes
             setup.host_bytes()
         looking.raise_on_all_ranks(
-            setup.communicator.cpu_group.gather_values, "looking at the memory of the machine"
+            communicator.cpu_group.gather_values, "looking at the memory of the machine"
         )
         self.accelerator = accelerator
         self.args = args
-        self.communicator = setup.communicator
+        self.communicator = communicator
         self.settings = ModelSettings()
         """Settings of the models that are attached from now on."""
         self.kernel: Kernel | None = None
@@ -111,7 +122,7 @@ class FlexSeqEngine:
         self._lowered: int | None = None  # by `lower_cap`
         self._finished = FinishedSteps(
             accelerator,
-            setup.communicator,
+            communicator,
             args,
             figures_of=self.figures_of,
             on_figures=on_figures,
@@ -122,11 +133,11 @@ class FlexSeqEngine:
         self.reason_of_loss: Callable[[], str | None] = lambda: None
         """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
         or None; asked before the first step."""
-        self._notes = DrawnNotes(setup.communicator.rank)
+        self._notes = DrawnNotes(communicator.rank)
         self.running: Step | None = None
         """The training step that runs, or has failed."""
-        # Dataloaders may be prepared before a model is attached.
-        self._loader_settings = LoaderSettings(accelerator)
+        self._loader_settings = ExitStack()  # what `detach` undoes of accelerate's
+        self._let_every_rank_draw()  # dataloaders may be prepared before a model is attached
 
     def _check_stages(self, args: FlexSeqArguments) -> None:
         """Raise NotImplementedError for pipeline stages, which a Trainer alone can run."""
@@ -185,7 +196,7 @@ class FlexSeqEngine:
         )
         self.planning = whole_model.planning
         self._trial = SumTrial(lambda: model, self.communicator.cpu_group)
-        self._loader_settings.change()
+        self._let_every_rank_draw()
 
     def _detach_model(self) -> None:
         """Leave the model as `_attach` found it."""
@@ -210,7 +221,7 @@ class FlexSeqEngine:
         try:
             self._detach_model()
         finally:
-            self._loader_settings.restore()
+            self._loader_settings.close()
             self._finished.forget()
             self._notes = DrawnNotes(self.communicator.rank)
             self.running = None
@@ -236,7 +247,13 @@ class FlexSeqEngine:
 
     def keep_loader_settings(self) -> None:
         """Leave accelerate's dataloader settings changed on `detach`, for a Trainer's loaders."""
-        self._loader_settings.keep()
+        self._loader_settings.pop_all()
+
+    def _let_every_rank_draw(self) -> None:
+        """Keep accelerate from dispatching batches of rank 0, which needs rows of equal length."""
+        self._loader_settings.close()
+        settings = self.accelerator.dataloader_config
+        self._loader_settings.enter_context(Patch(settings, dispatch_batches=False))
 
     def _check_attached(self) -> None:
         """Raise RuntimeError without an attached model, on every rank alike."""

@@ -4,7 +4,6 @@ source of its cost model.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 
 from accelerate import Accelerator
 from transformers import PreTrainedModel
@@ -12,8 +11,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.distributed.connect import connect
-from hf_flexseq.hf.engine.cost_source import CostSource, named_cost
+from hf_flexseq.hf.engine.cost_source import CostSource
 from hf_flexseq.hf.model.facts import compute_dtype, layer_calls
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
@@ -31,36 +29,6 @@ class EngineSetup:
 
     costs: CostSource
     """Source of the cost model."""
-
-    @classmethod
-    def of(
-        cls,
-        accelerator: Accelerator,
-        args: FlexSeqArguments,
-        communicator: Communicator | None,
-        *,
-        timeout: timedelta | None = None,
-    ) -> "EngineSetup":
-        """Connect the ranks, unless `communicator` does already, and load the named cost model.
-        Collective over the world.
-
-        timeout: of every exchange; None takes the job's. Raises ValueError, on all
-        ranks, for a cost model that does not exist on rank 0's machine, and where the ranks cannot
-        be connected.
-        """
-        if communicator is None:
-            communicator = Communicator(transport=connect(accelerator.device, timeout=timeout))
-        return cls(
-            accelerator=accelerator,
-            args=args,
-            communicator=communicator,
-            costs=CostSource(
-                args.cost_model,
-                named_cost(args.cost_model, communicator),
-                accelerator,
-                communicator,
-            ),
-        )
 
     def host_bytes(self) -> int:
         """Return the most bytes of the host for activations of this rank, by what the machine has

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.remat import KeptAttention, Region
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.activations import Activations, LayerBytes
 from hf_flexseq.cost.layer_bytes import with_uneven_experts
@@ -33,13 +34,19 @@ from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.lone_rank import LoneTransport
 from hf_flexseq.hf.model.attachments import on_micro_batches
-from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.layer_memory import decoder_of, reason_not_told
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.mlp_trial import holds_experts
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.rehearsal import CPU, FAULTS, Rehearsal, class_copy, fake_copy
-from hf_flexseq.hf.model.sharding_kind import has_sharded_modules, unsharded_class
+from hf_flexseq.hf.model.rehearsal import (
+    CPU,
+    FAULTS,
+    class_copy,
+    fake_copy,
+    once_for_equal_models,
+    rehearse,
+)
+from hf_flexseq.hf.model.sharding import has_sharded_modules, unsharded_class
 from hf_flexseq.hf.model.tiles import find_mlps
 from hf_flexseq.memory.layer_watch import LayerWatch, SeenLayer
 from hf_flexseq.memory.live_bytes import LiveBytes, StandInKernel, stand_in_sum
@@ -103,21 +110,17 @@ def _count(
     """Try a model in the first way that works. signature: of its modules and parameters."""
     mlps = [mlp.name for mlp in find_mlps(model).mlps]
     complaints = logging.getLogger("torch._subclasses.fake_tensor")  # of operations that fail
-    former = complaints.disabled
-    complaints.disabled = True
-    try:
+    with Patch(complaints, disabled=True):
         for skips in (True, False):
             for has_own_modules in (True, False):
                 mode = FakeTensorMode(allow_non_fake_inputs=True)
                 try:
                     whole = _whole(model) if has_own_modules else _of_class(model, dtype)
                     copied = fake_copy(whole, dtype, mode)
-                    trial = LayerTrial(Rehearsal(copied, mode), autocast, skips=skips)
+                    trial = LayerTrial(copied, mode, autocast, skips=skips)
                     return trial.count(mlps)
                 except FAULTS as error:
                     logger.debug("bytes of %s are not counted: %s", type(model).__name__, error)
-    finally:
-        complaints.disabled = former
     return None
 
 
@@ -154,15 +157,16 @@ class LayerTrial:
 
     def __init__(
         self,
-        rehearsal: Rehearsal,
+        model: PreTrainedModel,
+        mode: FakeTensorMode,
         autocast: torch.dtype | None,
         *,
         skips: bool,
     ) -> None:
         """skips: True to run one layer of each kind, False to run all."""
-        self._rehearsal = rehearsal
+        self._mode = mode
         self._autocast = autocast
-        self.model = model = rehearsal.model
+        self.model = model
         decoder = decoder_of(model)
         reason = "no list of layers" if decoder is None else reason_not_told(model, decoder)
         if decoder is None or reason is not None:
@@ -218,7 +222,7 @@ class LayerTrial:
     def _run(self, tiled: Sequence[nn.Module], *, is_checkpointed: bool = False) -> LayerWatch:
         """Run forward and backward, or the forward of checkpointed layers alone, and return what
         lived. tiled: MLPs that can be tiled."""
-        with self._rehearsal.tensors:
+        with self._mode:
             inputs = self.inputs()
         tracker = LiveBytes(self.factor)
         watch = LayerWatch(tracker)
@@ -231,8 +235,14 @@ class LayerTrial:
             inputs["seq_ctx"].kept = KeptInTrials()
         else:
             inputs["num_items_in_batch"] = self.factor * _CHUNK
-        self._rehearsal.run(
-            inputs, tracker, grad=True, autocast=self._autocast, trains=not is_checkpointed
+        rehearse(
+            self.model,
+            inputs,
+            tracker,
+            mode=self._mode,
+            grad=True,
+            autocast=self._autocast,
+            trains=not is_checkpointed,
         )
         watch.remove()
         return watch

@@ -1,7 +1,7 @@
 """Dataloaders that differ from a given one in a single respect, and how accelerate makes them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 from transformers.trainer_utils import has_length
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.distributed.communicator import Communicator
 
 NO_LENGTH = -1  # of a stream, among lengths of loaders
@@ -32,20 +33,13 @@ class LoaderProxy:
         return iter(self.dataloader)
 
 
-@contextmanager
-def batches_on_host(dataloader: Any) -> Iterator[None]:
-    """Make a prepared loader leave its batches on the host inside this block: tokens are
+def batches_on_host(dataloader: Any) -> AbstractContextManager[None]:
+    """Make a prepared loader leave its batches on the host inside a block: tokens are
     dispatched on the host. The loader itself is changed, since it may have been prepared before
     the engine."""
-    former = getattr(dataloader, "device", None)
-    if not isinstance(dataloader, DataLoaderShard) or former is None:
-        yield
-        return
-    dataloader.device = None  # asked for with every batch
-    try:
-        yield
-    finally:
-        dataloader.device = former
+    if not isinstance(dataloader, DataLoaderShard):
+        return nullcontext()
+    return Patch(dataloader, device=None)  # asked for with every batch
 
 
 @dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)  # accelerate refers weakly
@@ -169,45 +163,13 @@ def without_repeats(dataloader: Any, but_in: torch.Tensor | None = None) -> Iter
     `UnrepeatedShard.last_round`."""
     sampler: Any = getattr(dataloader, "batch_sampler", None)
     dataset: Any = getattr(dataloader, "dataset", None)
-    repeats = isinstance(sampler, BatchSamplerShard) and sampler.even_batches
-    is_stream = type(dataset) is IterableDatasetShard
-    if repeats:
-        sampler.even_batches = False
-    if is_stream:
-        # The loader keeps the dataset itself, with its workers and buffers, and offers no way to
-        # put another one in: what this one does when it is iterated is changed by its class.
-        dataset.__class__ = UnrepeatedShard
-        dataset.last_round = but_in
-    try:
+    with ExitStack() as changed:
+        if isinstance(sampler, BatchSamplerShard):
+            changed.enter_context(Patch(sampler, even_batches=False))
+        if type(dataset) is IterableDatasetShard:
+            # The loader keeps the dataset itself, with its workers and buffers, and offers no way
+            # to put another one in: its class is what this one does when it is iterated.
+            dataset.__class__ = UnrepeatedShard
+            dataset.last_round = but_in
+            changed.callback(setattr, dataset, "__class__", IterableDatasetShard)
         yield
-    finally:
-        if repeats:
-            sampler.even_batches = True
-        if is_stream:
-            dataset.__class__ = IterableDatasetShard
-
-
-class LoaderSettings:
-    """Changes how an accelerator prepares dataloaders, and restores the former setting."""
-
-    __slots__ = ("_configuration", "_former")
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._configuration = accelerator.dataloader_config
-        self._former: list[bool | None] = []  # to be restored, while it is changed
-        self.change()
-
-    def change(self) -> None:
-        """Let every rank draw: dispatching from rank 0 needs rows of equal length."""
-        if not self._former:
-            self._former.append(self._configuration.dispatch_batches)
-            self._configuration.dispatch_batches = False
-
-    def restore(self) -> None:
-        """Restore the former setting."""
-        if self._former:
-            self._configuration.dispatch_batches = self._former.pop()
-
-    def keep(self) -> None:
-        """Make the change the setting that is restored."""
-        self._former = [self._configuration.dispatch_batches]

@@ -21,10 +21,11 @@ from hf_flexseq.cost.correction import (
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.lengths import with_shares
 from hf_flexseq.cost.tower import TowerCost
-from hf_flexseq.hf.engine.cost_choice import RunWide, with_host_bytes
+from hf_flexseq.hf.engine.cost_choice import CostSubject, with_host_bytes
 from hf_flexseq.hf.engine.engine_setup import EngineSetup
-from hf_flexseq.hf.engine.sharding import FsdpPolicies, fsdp_figures, reduces_each_batch
+from hf_flexseq.hf.engine.sharding import FsdpPolicies, fsdp_figures
 from hf_flexseq.hf.model.layer_memory import LayerMemory
+from hf_flexseq.hf.model.sharding import reduces_each_batch
 from hf_flexseq.hf.model.tiles import priced_for
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
@@ -79,10 +80,13 @@ class ModelPlanning:
         self._reason_of_model = reason_as_set or layers.reason_without_choices
         self._lowered = lowered
         self._costs = costs = setup.costs
-        subject = costs.subject(
+        subject = CostSubject.of(
             base,
+            setup.accelerator,
+            communicator.topology,
             save_attention_output=args.save_attention_output,
-            run_wide=RunWide(layers.as_set.in_front(), host_memory_bytes),
+            as_set=layers.as_set,
+            host_bytes=host_memory_bytes,
         )
         cost = costs.find(subject)
         if args.host_memory_gib is not None:

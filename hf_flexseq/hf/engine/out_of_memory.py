@@ -31,20 +31,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 class RanOut:
     """A micro-batch in which this rank ran out of memory."""
 
-    where: str
-    """Rank, micro-batch and step, in words."""
-
-    tokens: int
-    """Tokens that this rank held in it."""
-
-    choice: str
-    """Where the plan had their activations, in words; "" as set for the run."""
-
-    planned_bytes: float
-    """Bytes that its plan counted for them and for model states."""
-
-    budget_bytes: float
-    """Bytes that plans may count."""
+    what: str
+    """Rank, micro-batch and step, with what it held and what its plan had counted, in words."""
 
     cap: int
     """Tokens of a rank that plans allowed, activations being as set for the run."""
@@ -74,23 +62,15 @@ class RanOut:
         if cap is None:  # the memory model counts what is held beside
             cap = max(0, int(free_bytes // cost.token_bytes))
             fullest += beside
-        states = cost.budget_bytes - free_bytes
+        planned = cost.budget_bytes - free_bytes + (tokens * size + beside) * cost.token_bytes
+        choice = "" if micro_batch.memory is None else f" ({micro_batch.memory})"
         return cls(
-            where=f"rank {communicator.rank} ran out of memory in micro-batch {step.current + 1} "
-            f"of {len(step.plan.micro_batches)} of step {step.number}",
-            tokens=tokens,
-            choice="" if micro_batch.memory is None else f" ({micro_batch.memory})",
-            planned_bytes=states + (tokens * size + beside) * cost.token_bytes,
-            budget_bytes=cost.budget_bytes,
+            what=f"rank {communicator.rank} ran out of memory in micro-batch {step.current + 1} "
+            f"of {len(step.plan.micro_batches)} of step {step.number}, with {tokens:,} "
+            f"tokens{choice}: {planned / 2**30:.2f} of {cost.budget_bytes / 2**30:.2f} GiB were "
+            "planned, model states included",
             cap=cap,
             lowered=int(SHARE * fullest),
-        )
-
-    def __str__(self) -> str:
-        planned, budget = self.planned_bytes / 2**30, self.budget_bytes / 2**30
-        return (
-            f"{self.where}, with {self.tokens:,} tokens{self.choice}: {planned:.2f} of "
-            f"{budget:.2f} GiB were planned, model states included"
         )
 
     def advice(self, args: FlexSeqArguments) -> str:
@@ -124,4 +104,4 @@ def add_note(error: RuntimeError, planning: ModelPlanning | None, step: Step | N
     """Add to an error what this rank held of a step, and what to set, if it ran a micro-batch."""
     ran_out = RanOut.of(planning, step)
     if ran_out is not None and planning is not None:
-        error.add_note(f"{ran_out}; {ran_out.advice(planning.setup.args)}")
+        error.add_note(f"{ran_out.what}; {ran_out.advice(planning.setup.args)}")

@@ -51,7 +51,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.reduction import averaged_gradients, sum_gradients
-from hf_flexseq.hf.engine.sharding import FsdpPolicies, reduces_each_batch
+from hf_flexseq.hf.engine.sharding import FsdpPolicies
+from hf_flexseq.hf.model.sharding import reduces_each_batch
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.micro_batches import BeforeLast
 

@@ -41,17 +41,12 @@ from hf_flexseq.cost.sharding import (
 )
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import gathered_itemsize, model_shape, trained_elements
-from hf_flexseq.hf.model.sharding_kind import expert_group_size, is_fsdp2, replicas
+from hf_flexseq.hf.model.sharding import expert_group_size, is_fsdp2, reduces_each_batch, replicas
 from hf_flexseq.memory.device import device_memory_bytes
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.micro_batches import BeforeLast
 
 logger = logging.getLogger(__name__)
-
-
-def reduces_each_batch(accelerator: Accelerator) -> bool:
-    """Return True if gradients are to be reduced in every micro-batch (`sync_each_batch`)."""
-    return bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
 
 
 def fsdp_figures(

@@ -9,7 +9,8 @@ A rank has all of the model, or accelerate gives it what it needs of it (FSDP, Z
 3. reduced        gradients, once where they can be (`reduction.py`)
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ from transformers import PreTrainedModel
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.contexts import ModelContexts
 from hf_flexseq.hf.engine.engine_setup import EngineSetup
-from hf_flexseq.hf.engine.model_images import ModelImages
 from hf_flexseq.hf.engine.model_planning import ModelPlanning
 from hf_flexseq.hf.engine.reduction import GradientReduction, note_trained, whole_parameters
 from hf_flexseq.hf.model.adapters import unsuitable_adapter
@@ -30,21 +30,28 @@ from hf_flexseq.hf.model.experts import adapted_experts
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.sharding_kind import is_fully_sharded
+from hf_flexseq.hf.model.sharding import (
+    is_fully_sharded,
+    resolve_sync,
+    unsharded_class,
+    zero_stage,
+)
 from hf_flexseq.hf.model.shared_prefixes import reason_not_shared
-from hf_flexseq.hf.model.sync import resolve_sync
+from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Shard
+from hf_flexseq.planner.images import plan_images
+from hf_flexseq.steps.early_encoding import EarlyEncoder
 from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import RowExchange, united
-from hf_flexseq.steps.features import with_image_columns
+from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader
-from hf_flexseq.steps.source_row import PlannedStep, SourceRow
+from hf_flexseq.steps.source_row import Columns, DrawnStep, PlannedStep, SourceRow
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
 
 if TYPE_CHECKING:
@@ -272,3 +279,100 @@ class WholeModel(AttachedModel):
         if LENGTHS in columns:
             self.reason_not_shared = f"{name} reads the length of the whole row"
         return self._contexts_by(kernel)
+
+
+# ---- its images
+
+
+class ModelImages:
+    """The images of an attached model, from rows to features; see `ImageReader` for `read`,
+    `planned`, `draws_noise`. What a step does with them is in `steps/features.py`; how the model
+    takes them is in `model/vision.py`."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        base: PreTrainedModel,
+        vision: VisionModel,
+        planning: ModelPlanning,
+    ) -> None:
+        """Collective over the world. vision: how `base` takes images."""
+        self.vision = vision
+        self._setup = setup
+        self._base = base
+        self._planning = planning
+        self._early_encoder: EarlyEncoder | None = None  # where a frozen tower encodes images
+        setup.communicator.open_world()  # for features
+
+    # ---- rows, before they are planned
+
+    @property
+    def draws_noise(self) -> bool:
+        """See `VisionModel.draws_noise`."""
+        return self.vision.draws_noise
+
+    def read(self, row: SourceRow) -> SourceRow:
+        """See `VisionModel.read`."""
+        return self.vision.read(row)
+
+    def planned(self, step: DrawnStep) -> DrawnStep:
+        """Return a step that says how its images are encoded, and what memory they take."""
+        factors = self._planning.factors_of(step.number)
+        cost = self._planning.cost_of_plans(factors)
+        plan = plan_images(
+            step.images,
+            step.lengths,
+            replace(self._planning.tower_of(factors), is_sharded=self._is_sharded),
+            self._planning.topology,
+            cost,
+            self._planning.options,
+        )
+        facts = replace(step.facts, held_tokens=plan.held_tokens(cost.token_bytes))
+        return replace(step, image_plan=plan, facts=facts)
+
+    @property
+    def _is_sharded(self) -> bool:
+        """True if parameters are gathered anew in every micro-batch."""
+        return zero_stage(self._base, self._setup.accelerator) == 3
+
+    # ---- steps
+
+    def of_step(
+        self, planned: PlannedStep, columns: Sequence[Columns]
+    ) -> list[MicroBatchImages] | None:
+        """Send images to the ranks that encode them, and return those of each micro-batch; None in
+        a step without any. Collective over the world.
+
+        columns: of each micro-batch; see `images_of_step`. Raises NotImplementedError where ranks
+        would wait for each other forever.
+        """
+        if not planned.drawn.images:
+            return None
+        is_sharded = self._is_sharded
+        modalities = {image.modality for image in planned.drawn.images}
+        if len(modalities) > 1 and is_sharded and self.vision.has_separate_towers:
+            raise NotImplementedError(
+                f"{unsharded_class(self._base).__name__} has one tower for images and one for "
+                "videos, and ranks gather sharded ones together: train it without sharding, or "
+                "give steps images or videos alone"
+            )
+        return images_of_step(
+            planned.drawn,
+            columns,
+            tower=self.vision,
+            communicator=self._setup.communicator,
+            device=self._setup.accelerator.device,
+            is_sharded=is_sharded,
+        )
+
+    def encode_ahead(self, step: RankMicroBatches) -> None:
+        """Encode a step's images with a frozen tower, which nothing of the step before changes."""
+        if step.images is None:
+            return
+        if self.vision.is_trained or self.vision.draws_noise or self._is_sharded:
+            return
+        if self._early_encoder is None:
+            self._early_encoder = EarlyEncoder(self._setup.accelerator.device)
+        with self._setup.accelerator.autocast():  # as in the model's forward
+            timing = step.stopwatch.timing(step.indices[0])
+            step.images.encode_ahead(self.vision, self._early_encoder, timing)

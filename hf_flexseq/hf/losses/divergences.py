@@ -36,7 +36,7 @@ from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.plan.images import VIDEO
 from hf_flexseq.plan.shard import Shard

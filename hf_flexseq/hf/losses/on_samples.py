@@ -36,8 +36,7 @@ from transformers import Trainer
 
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
-from hf_flexseq.hf.engine.sum_trial import SumTrial
-from hf_flexseq.hf.engine.two_sequences import ITEMS
+from hf_flexseq.hf.engine.sum_trial import ITEMS, SumTrial
 from hf_flexseq.hf.losses.answers import POLICY, REFERENCE, Answers
 from hf_flexseq.hf.losses.batch_losses import BatchLosses
 from hf_flexseq.hf.losses.divergences import Divergences

@@ -1,26 +1,46 @@
-"""Which of PEFT's methods are exact on planned steps.
+"""PEFT's methods on planned steps: which of them are exact, and what AdaLoRA, prompt tuning and
+P-tuning need.
 
 A row has parts of several sequences, and ranks run different micro-batches. So a method is exact
 if it treats every token alone, adds nothing to the loss, draws no numbers for weights, and leaves
 attention alone. The tables hold for the tested versions of PEFT. Another method is tried: a small
 model in float64 with such adapters, none of which is zero, is probed on ranks that are threads.
+
+For prompt tuning and P-tuning PEFT's own forward embeds a batch and puts n trained embeddings, the
+*virtual tokens*, in front of each row. In a planned call
+
+1. placeholders stand for virtual tokens already (`steps/virtual_tokens.py`), so PEFT's model is to
+   call the model inside with the tokens that it is given, as it does for LoRA. It asks the active
+   adapter's configuration, which says so during the call.
+2. PEFT's prompt encoder makes the embeddings of all n virtual tokens, and they replace those of
+   the placeholders as soon as these are embedded.
+
+Every rank runs the encoder in every micro-batch, so that DDP, FSDP and ZeRO find the gradients
+that they reduce: those of a rank without virtual tokens are 0.
+
+Rejected: another forward of PEFT's model, which accelerate replaces as well, and which would run
+the model inside without its hooks.
 """
 
 import copy
-from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from hf_flexseq.base.versions import untested
+from hf_flexseq.base.versions import is_sharded_at_load, untested
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.model.mlp_trial import small_like
+from hf_flexseq.hf.model.noise import noise_of_module
 from hf_flexseq.hf.model.probe import SHARED, lively_copy, probe_model
-from hf_flexseq.hf.model.prompts import kind_of, unsuitable_prompt
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.steps.forward_hooks import around_forward
+from hf_flexseq.steps.virtual_tokens import VirtualTokens
 
 EXACT = frozenset(
     {
@@ -102,9 +122,9 @@ def _try(model: Any, name: str, config: Any) -> str | None:
     return wrong[0] if wrong else None
 
 
-def term_of_step(model: Any) -> Callable[[], None]:
+def term_of_step(model: Any) -> ExitStack:
     """Let AdaLoRA add its term, which is none of tokens, once to a step: to every planned call by
-    its part of the step's targets. Returns what undoes this."""
+    its part of the step's targets, until the returned stack is closed."""
     tuner = model.base_model
     whole = tuner.peft_config[tuner.trainable_adapter_name].orth_reg_weight
 
@@ -123,4 +143,95 @@ def term_of_step(model: Any) -> Callable[[], None]:
 
     hooks = around_forward(tuner, begin, end)
     hooks.callback(weigh, tuner)
-    return hooks.close
+    return hooks
+
+
+# ---- prompt tuning and P-tuning
+
+
+_TRAINED = ("PROMPT_TUNING", "P_TUNING")
+
+
+def virtual_tokens_of(model: nn.Module) -> int:
+    """Return the number of virtual tokens that a model puts in front of a sequence; 0 for one
+    without, and for one that `unsuitable_prompt` refuses."""
+    adapters = getattr(model, "peft_config", {})
+    learns = any(getattr(config, "is_prompt_learning", False) for config in adapters.values())
+    if not learns or unsuitable_prompt(model) is not None:
+        return 0
+    return len(model.prompt_tokens[model.active_adapter])
+
+
+def unsuitable_prompt(model: nn.Module) -> str | None:
+    """Return which prompt learning of PEFT a model asks for that is not computed, with the reason;
+    None if there is none."""
+    adapters = getattr(model, "peft_config", {})
+    for config in adapters.values():
+        kind = kind_of(config)
+        if not getattr(config, "is_prompt_learning", False):
+            continue
+        if kind not in _TRAINED:
+            return f"{kind} of PEFT (it is not known how it changes sequences)"
+        if len(adapters) > 1:
+            return f"{kind} of PEFT beside other adapters ({', '.join(adapters)})"
+        reason = _unsuitable(model)
+        if reason is not None:
+            return f"{kind} of PEFT here ({reason})"
+    return None
+
+
+def kind_of(config: Any) -> str:
+    """Return the name of the method of a configuration of PEFT, such as `LORA`."""
+    kind = getattr(config, "peft_type", None)
+    return str(getattr(kind, "value", kind))
+
+
+def _unsuitable(model: Any) -> str | None:
+    """Return why virtual tokens of this model cannot be placeholders; None if they can."""
+    cls = unsharded_class(model)
+    if not any(one.__name__ == "PeftModelForCausalLM" for one in cls.__mro__):
+        return f"in {cls.__name__}: give task_type='CAUSAL_LM'"
+    base = model.get_base_model()
+    if model.word_embeddings is not base.get_input_embeddings():
+        return "PEFT embeds tokens by another module than the model does"
+    if getattr(base.config.get_text_config(), "hidden_size_per_layer_input", None):
+        return f"{type(base).__name__} embeds tokens in every layer"
+    if is_sharded_at_load(base):
+        return "DistributedConfig has sharded the model, and every rank has an encoder of its own"
+    noise = noise_of_module(model.prompt_encoder)
+    return None if noise is None else f"{noise} of its encoder is drawn once for a micro-batch"
+
+
+def attach_prompt(model: Any, base: PreTrainedModel) -> ExitStack:
+    """Let a model of PEFT, with `base` inside, take placeholders for its virtual tokens, until the
+    returned stack is closed."""
+    of_call = ExitStack()  # undoes what the planned call that runs has changed
+    virtual: list[VirtualTokens] = []  # of that call
+
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        of_call.close()  # a call that an interrupt has ended runs no hook
+        context = kwargs.get("seq_ctx")
+        if context is None:
+            return
+        assert context.virtual_tokens is not None, "rows of this model have virtual tokens"
+        virtual.append(context.virtual_tokens)
+        of_call.callback(virtual.clear)
+        adapter, configs = model.active_adapter, model.peft_config
+        of_call.callback(configs.__setitem__, adapter, configs[adapter])
+        given = {**vars(configs[adapter]), "is_prompt_learning": False}
+        configs[adapter] = SimpleNamespace(**given)
+
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        of_call.close()
+
+    def embed(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        """Return embedded tokens, [1, tokens, width], with the embeddings of virtual ones."""
+        if not virtual:
+            return embedded
+        prompt = model.get_prompt(batch_size=1)[0]  # [n, width]
+        return virtual[0].embedded(embedded, prompt)
+
+    attached = around_forward(model, begin, end)
+    attached.callback(base.get_input_embeddings().register_forward_hook(embed).remove)
+    attached.callback(of_call.close)
+    return attached

@@ -9,16 +9,16 @@
 | recurrent layers over a sequence's ranks | `model/recurrent.py` |
 | Liger's norms, MLPs and rotary embeddings, if asked for | `model/liger.py` |
 | MLPs and norms compiled, if asked for | `compiled_regions.py` |
-| NEFTune's noise on embedded tokens, if asked for | `model/neftune.py` |
-| embeddings of PEFT's virtual tokens | `model/prompts.py` |
+| NEFTune's noise on embedded tokens, if asked for | `model/noise.py` |
+| embeddings of PEFT's virtual tokens | `model/adapters.py` |
 | AdaLoRA's term, once in a step | `adapters.py` |
 | router loss of the whole step | `model/router.py` |
 | gradients of experts on several ranks, where torch divides them twice | `model/experts.py` |
 | features of images | `model/vision.py` |
 | layers that obey a micro-batch's choice for memory | `model/layer_memory.py` |
-| checkpointing that is never reentrant | `model/reentrant_checkpointing.py` |
+| checkpointing that is never reentrant | `model/checkpointing.py` |
 | MLPs in tiles, from the first plan that has them on | `tiles.py` |
-| DDP buckets with early reduction | `model/buckets.py` |
+| DDP buckets with early reduction | `early_buckets` |
 
 A call without `seq_ctx` is outside of planned steps, for example when a callback generates a
 sample. Such a call uses the model's own attention and loss (`AttentionByCall`).
@@ -26,34 +26,34 @@ sample. Such a call uses the model's own attention and loss (`AttentionByCall`).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.adapters import term_of_step
+from hf_flexseq.base.patches import Patch
+from hf_flexseq.hf.model.adapters import attach_prompt, term_of_step, virtual_tokens_of
 from hf_flexseq.hf.model.attention import NAME
-from hf_flexseq.hf.model.buckets import early_buckets
 from hf_flexseq.hf.model.call_count import counted_calls
+from hf_flexseq.hf.model.checkpointing import NonReentrant
 from hf_flexseq.hf.model.compiled_regions import compiled_regions
 from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.image_masks import layers_told_causal
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.liger import liger_kernels
 from hf_flexseq.hf.model.loss import Total, attach_chunked_loss
-from hf_flexseq.hf.model.neftune import EmbeddingNoise
+from hf_flexseq.hf.model.noise import attach_noise
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.prompts import TrainedPrompt, virtual_tokens_of
-from hf_flexseq.hf.model.recurrent import RecurrentFunctions
-from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.shared_prefixes import refuse_noise
-from hf_flexseq.hf.model.text_reader import TextReader, reader_of_text
 from hf_flexseq.hf.model.tiles import MlpTiles
-from hf_flexseq.hf.model.towers import attention_of_text
+from hf_flexseq.hf.model.towers import TextReader, attention_of_text, reader_of_text
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
@@ -146,7 +146,7 @@ def on_micro_batches(
     with (
         attention.attached(),
         attach_positions(model),
-        RecurrentFunctions(model).attached(),
+        attach_recurrent(model),
         layers_told_causal(model),
         counted_calls(model, layers),
     ):
@@ -186,8 +186,8 @@ class AttachedModel:
         self.base = base
         self.layers = layers
         with ExitStack() as attached:
-            attached.callback(setattr, accelerator, "ddp_handler", accelerator.ddp_handler)
-            accelerator.ddp_handler = early_buckets(accelerator.ddp_handler, model)
+            ddp_handler = early_buckets(accelerator.ddp_handler, model)
+            attached.enter_context(Patch(accelerator, ddp_handler=ddp_handler))
             self.attention = attached.enter_context(on_micro_batches(base))
             """Attention of the model, of its own or ours."""
             if settings.liger is not None:
@@ -228,15 +228,14 @@ class AttachedModel:
             )
             attached.callback(begin.remove)
             if settings.noise is not None:
-                attached.callback(EmbeddingNoise(base).detach)
+                attached.enter_context(attach_noise(base))
             self.virtual_tokens = virtual_tokens_of(model)
             """Virtual tokens that the model puts in front of each sequence."""
             if self.virtual_tokens:
-                attached.callback(TrainedPrompt(model, base).detach)
+                attached.enter_context(attach_prompt(model, base))
             if hasattr(model.base_model, "trainable_adapter_name"):  # of AdaLoRA
-                attached.callback(term_of_step(model))
-            for hook in refuse_noise(base):
-                attached.callback(hook.remove)
+                attached.enter_context(term_of_step(model))
+            attached.enter_context(refuse_noise(base))
             self._attached = attached.pop_all()  # what `detach` undoes, as does an error before
 
     def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:
@@ -277,3 +276,30 @@ class AttachedModel:
     def need_columns(self, names: Iterable[str]) -> None:
         """Dispatch more columns, without duplicates, with every token from now on."""
         self.token_columns = tuple(dict.fromkeys((*self.token_columns, *names)))
+
+
+# ---- DDP
+
+BUCKETS = 8  # buckets of a small model at most; each has a MB or more
+MB = 2**20  # bytes
+
+
+def early_buckets(
+    asked: DistributedDataParallelKwargs | None, model: nn.Module
+) -> DistributedDataParallelKwargs:
+    """Return the options for DDP, from the user's, with which it reduces gradients while the last
+    backward still runs. A bucket size other than the default stays.
+
+    DDP waits until a bucket is full, 25 MB by default. A model that is not much larger has all its
+    gradients in one or two buckets, whose transfers begin when no backward is left to hide them.
+    Such a model gets smaller buckets; large models keep the default.
+    """
+    asked = asked or DistributedDataParallelKwargs()
+    if asked.bucket_cap_mb != DistributedDataParallelKwargs.bucket_cap_mb:
+        return asked
+    gradient_bytes = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            gradient_bytes += parameter.numel() * parameter.element_size()
+    bucket_mb = max(1, ceil(gradient_bytes / MB / BUCKETS))
+    return replace(asked, bucket_cap_mb=min(asked.bucket_cap_mb, bucket_mb))

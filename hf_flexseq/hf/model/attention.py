@@ -1,25 +1,134 @@
-"""Register `flexseq` as an attention implementation of transformers.
+"""Register `flexseq` as an attention implementation of transformers, and read what layers ask of
+it.
 
     model.set_attn_implementation("flexseq")
 
-It serves micro-batches of whole sequences and chunks on a pipeline stage, depending on `seq_ctx`.
-It converts the tensors of transformers, [1, heads, tokens, head_dim], to the packed rows of
-`sequence_parallel_attention`, [tokens, heads, head_dim], and back.
+A layer says how to attend by keywords, by its configuration and in its mask (`read_call`).
+Keywords that are not known are those of the whole model's call, and change nothing; those that are
+known to change the result are computed, or refused by name. No mask function is registered, so
+transformers never builds a mask [tokens, tokens]: `seq_ctx` separates documents. Windows and
+chunks are read from the configuration (`layer_kinds.py`) and compared with the model's own masks
+when it is attached (`trial.py`).
 
-No mask function is registered, so transformers never builds a mask [tokens, tokens]: `seq_ctx`
-separates documents. Windows and chunks are read from the configuration (`model/layer_kinds.py`)
-and compared with the model's own masks when it is attached (`model/trial.py`).
+`flexseq_attention` serves micro-batches of whole sequences and chunks on a pipeline stage,
+depending on `seq_ctx`. It converts the tensors of transformers, [1, heads, tokens, head_dim], to
+the packed rows of `sequence_parallel_attention`, [tokens, heads, head_dim], and back.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.attention.function import AttentionContext
-from hf_flexseq.hf.model.calls import read_call
+from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.hf.model.layer_kinds import UnknownLayers, layer_reach
+
+# Keywords with which a layer asks for attention that is not computed here. Each of them changes
+# the result, so none may be dropped.
+_REFUSED_KEYWORDS = ("position_bias", "indices", "block_indices", "sinks", "head_mask")
+
+
+class UnsupportedAttention(NotImplementedError):
+    """An attention layer asks for something that `flexseq` does not compute."""
+
+
+class Asked(NamedTuple):
+    """Requests of a layer's call, besides queries, keys and values."""
+
+    where: str
+    """The layer in words, or nothing where it has no number."""
+    layer: int | None
+    """Its number in the model."""
+    reach: Reach
+    """Keys that a query reads."""
+    softcap: float | None
+    """Bound of the scores; None for plain scores."""
+    sinks: torch.Tensor | None
+    """A score of each head, [heads], that takes part in every softmax."""
+
+
+def read_call(
+    module: nn.Module,
+    attention_mask: torch.Tensor | None,
+    keywords: dict[str, Any],
+    *,
+    is_masked: bool = False,
+) -> Asked:
+    """Return what a layer asks for by `keywords`. Raises UnsupportedAttention for other attention
+    than causal of a known kind, and for a call that contradicts the configuration. is_masked: True
+    if a mask that is looked at elsewhere says what is causal."""
+    layer = number_of(module)
+    where = "" if layer is None else f" of layer {layer}"
+    unsupported = []
+    if attention_mask is not None:
+        unsupported.append("a mask of its own")
+    if not is_masked and _is_causal(module, keywords) is False:
+        unsupported.append("attention in both directions")
+    if keywords.get("dropout"):
+        unsupported.append("dropout in attention, which modules keep from when they were made")
+    for name in _REFUSED_KEYWORDS:
+        if keywords.get(name) is not None:
+            unsupported.append(name)
+    if unsupported:
+        raise UnsupportedAttention(
+            f"{type(module).__name__}{where} asks for {', '.join(unsupported)}; hf_flexseq "
+            "computes causal attention"
+        )
+    return Asked(
+        where=where,
+        layer=layer,
+        reach=_reach(module, where, keywords),
+        softcap=keywords.get("softcap"),
+        sinks=keywords.get("s_aux"),
+    )
+
+
+def number_of(module: nn.Module) -> int | None:
+    """Return the layer number of a mixer; None if unknown, as for one that layers share."""
+    layer: int | None = getattr(module, "layer_idx", None)
+    return None if layer is None or layer < 0 else layer
+
+
+def _reach(module: nn.Module, where: str, keywords: dict[str, Any]) -> Reach:
+    """Return which keys the queries of a layer read, by its call and configuration."""
+    name = type(module).__name__
+    window = keywords.get("sliding_window")
+    called = FULL if window is None else Reach(window=window)
+
+    # 1. the configuration, where the layer knows it
+    config: PreTrainedConfig | None = getattr(module, "config", None)
+    layer = number_of(module)
+    if config is None:
+        return called
+    try:
+        configured = layer_reach(config, layer)
+    except UnknownLayers as reason:
+        raise UnsupportedAttention(f"{name}{where}: {reason}") from reason
+
+    # 2. Some layers leave windows and all leave chunks to their masks.
+    is_left_to_mask = "sliding_window" not in keywords or configured.chunk is not None
+    if configured != called and not (is_left_to_mask and called.is_full):
+        raise UnsupportedAttention(
+            f"{name}{where}: its call asks for {called} attention (sliding_window={window}), but "
+            f"its configuration says {configured}"
+        )
+    return configured
+
+
+def _is_causal(module: nn.Module, keywords: dict[str, Any]) -> bool | None:
+    """Return what the call says about causality, else what the layer says, else None."""
+    called_with: bool | None = keywords.get("is_causal")
+    if called_with is not None:
+        return called_with
+    of_layer: bool | None = getattr(module, "is_causal", None)
+    return of_layer
+
+
+# ---- attention
+
 
 NAME = "flexseq"
 

@@ -25,9 +25,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.calls import number_of
+from hf_flexseq.hf.model.attention import number_of
 from hf_flexseq.hf.model.layer_kinds import layers_of
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.users_code import is_known, package
@@ -154,7 +154,7 @@ def forwards_of(modules: Sequence[nn.Module]) -> list[Any]:
 
 def replaced_forward(module: nn.Module) -> str | None:
     """Return where the forward of a library's mixer comes from, in words, unless it is its class's
-    own; None for modules of the user's, which are tried (`sum_trial.py`)."""
+    own; None for modules of the user's, which are tried (`sum_trial.py` in hf/engine)."""
     if not is_known(type(module)):
         return None
     homes = {base.__module__ for base in type(module).__mro__}

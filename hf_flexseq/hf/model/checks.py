@@ -8,7 +8,7 @@ not.
 4. positions     counted from 0 in every sequence (`positions.py`)
 5. modules       nothing on the model itself: compilation, reentrant checkpointing, mixers of
                  others, and nothing in the way that transformers has sharded it (`experts.py`,
-                 `sharding_faults.py`)
+                 `sharding.py`)
 6. a trial       one forward of an empty copy (`trial.py`) shows what the layers really ask for;
                  it must be what the configuration says, and no module may count positions
 
@@ -28,8 +28,9 @@ from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
+from hf_flexseq.hf.model.attention import number_of
 from hf_flexseq.hf.model.call_count import replaced_attention, replaced_forward
-from hf_flexseq.hf.model.calls import number_of
+from hf_flexseq.hf.model.checkpointing import unsuitable_checkpointing
 from hf_flexseq.hf.model.experts import adapted_experts, unsuitable_experts
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.head_trial import try_head
@@ -42,7 +43,6 @@ from hf_flexseq.hf.model.layer_kinds import (
 from hf_flexseq.hf.model.layer_memory import decoder_of
 from hf_flexseq.hf.model.positions import unsuitable_count, unsuitable_positions
 from hf_flexseq.hf.model.recurrent import RecurrentCall, mixers
-from hf_flexseq.hf.model.reentrant_checkpointing import unsuitable_checkpointing
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
     OPTION,
@@ -50,13 +50,15 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.model.sharding_faults import (
+from hf_flexseq.hf.model.sharding import (
     divided_ties,
+    is_tensor_parallel,
     misplaced_parts,
+    stages,
     unknown_sharding,
+    unsharded_class,
     unwritten_buffers,
 )
-from hf_flexseq.hf.model.sharding_kind import is_tensor_parallel, stages, unsharded_class
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
 from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
 

@@ -14,7 +14,7 @@ them beside its own, become the uncompiled ones again.
 import logging
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from accelerate.utils import (
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.mlp_trial import takes_one_tensor, text_layers
 from hf_flexseq.hf.model.quantized_layers import is_quantized
 from hf_flexseq.hf.model.tiles import find_mlps
@@ -62,20 +63,14 @@ def compiled_regions(model: PreTrainedModel, accelerator: Accelerator) -> Iterat
         type(model).__name__,
     )
     limits = torch._dynamo.config
-    most_variants = limits.recompile_limit
-    limits.recompile_limit = max(most_variants, _MOST_VARIANTS)
-    plugin.backend = DynamoBackend.NO
-    ours = {module: types.MethodType(forwards[type(module)], module) for module in regions}
-    for module, forward in ours.items():
-        module.forward = forward
-    try:
+    with ExitStack() as compiled:
+        compiled.callback(setattr, limits, "recompile_limit", limits.recompile_limit)
+        limits.recompile_limit = max(limits.recompile_limit, _MOST_VARIANTS)
+        compiled.enter_context(Patch(plugin, backend=DynamoBackend.NO))
+        for module in regions:
+            forward = types.MethodType(forwards[type(module)], module)
+            compiled.enter_context(Patch(module, forward=forward))
         yield
-    finally:
-        plugin.backend = backend
-        limits.recompile_limit = most_variants
-        for module, forward in ours.items():
-            if vars(module).get("forward") is forward:  # else others have replaced it since
-                del module.forward
 
 
 def leave_others_uncompiled(trainer: Any) -> None:

@@ -33,13 +33,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.versions import SPREAD_ADAPTERS_FROM, is_older, needs
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.reduction import averaged_gradients, local
 from hf_flexseq.distributed.transport import RankGroup
 from hf_flexseq.hf.model.experts import ADAPTED, adapted_experts, is_spread
 from hf_flexseq.hf.model.facts import EXPERT_GROUP
-from hf_flexseq.hf.model.sharding_kind import expert_group_size
+from hf_flexseq.hf.model.sharding import expert_group_size
 
 _ADDED_TO = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FORMER = "_flexseq_former_weight"  # where a layer keeps the parameter that was replaced
@@ -73,11 +74,8 @@ class SpreadParamWrapper(ParamWrapper):
             finally:
                 layer._parameters[self.parameter_name] = gathered
 
-        layer.forward = adapted
-        try:
+        with Patch(layer, forward=adapted):
             yield
-        finally:
-            layer.forward = forward
 
     def _adapted(self, gathered: torch.Tensor, names: list[str]) -> torch.Tensor:
         """Return this rank's experts with adapters: [own experts, ...]."""

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.facts import EXPERT_GROUP, expert_counts
-from hf_flexseq.hf.model.sharding_kind import distributed_config, expert_group_size
+from hf_flexseq.hf.model.sharding import distributed_config, expert_group_size
 
 _SAME_EXPERTS = "efsdp"  # transformers' name of a dimension of meshes
 ADAPTED = "base_layer"  # PEFT's name of what an adapter is around

@@ -4,16 +4,13 @@ base_model                       the transformers model, without PEFT's wrapper
 model_shape, attention_shape     sizes, from the configuration and the parameters
 autocast_dtype, compute_dtype    the arithmetic that accelerate is set up for
 is_checkpointed                  whether layers are recomputed
-ModelFacts                       all of them that the cost of training depends on
 
-How a model is divided between ranks is in `sharding_kind.py`.
+How a model is divided between ranks is in `sharding.py`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -39,14 +36,10 @@ from hf_flexseq.hf.model.layer_kinds import (
     layers_of,
     reach_counts,
 )
-from hf_flexseq.hf.model.sharding_kind import (
+from hf_flexseq.hf.model.sharding import (
     distributed_config,
-    expert_group_size,
-    replicas,
-    unsharded_class,
-    zero_stage,
 )
-from hf_flexseq.hf.model.towers import tower_parameters, tower_shape, trained_parts
+from hf_flexseq.hf.model.towers import tower_parameters, tower_shape
 from hf_flexseq.kernels.kinds import LayerCalls
 from hf_flexseq.program.heads import call_heads
 
@@ -69,120 +62,25 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return base
 
 
-class AttentionShape(NamedTuple):
-    """The heads of one attention layer."""
-
-    query_heads: int
-    kv_heads: int
-    """Heads of keys and values; fewer than query heads where several of these share one."""
-    head_dim: int
-    """Size of a head as kernels see it: queries, keys and values are padded to one size."""
-
-
 _HEAD_NORM = ("q_norm", "query_layernorm", "q_layernorm")  # modules that normalise queries
 
-_NO_ATTENTION = AttentionShape(query_heads=1, kv_heads=1, head_dim=64)
+_NO_ATTENTION = HeadShape(heads=1, kv_heads=1, head_dim=64)
 
 
 EXPERT_GROUP = "ep"  # transformers' name of a mesh's dimension, over which experts are spread
 
 
-class Adapters(NamedTuple):
-    """Elements of adapters that lie beside sharded parameters."""
-
-    here: int = 0
-    """On this rank."""
-    everywhere: int = 0
-    """Of whole adapters."""
-
-
-NO_ADAPTERS = Adapters()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
-    """Everything about a model and its training that seconds and memory depend on."""
-
-    kind: type[PreTrainedModel]
-    """Class of the model, from which copies can be made."""
-    config: PreTrainedConfig
-    shape: ModelShape
-    dtype: torch.dtype
-    """Dtype of the parameters."""
-    autocast: torch.dtype | None
-    """Dtype of the arithmetic, if it is not the parameters' dtype."""
-    checkpointing: bool
-    """True if layers are recomputed in the backward."""
-    save_attention_output: bool = True
-    """True if the attention of such layers is kept instead of recomputed."""
-    frozen: bool
-    """True if only activations get gradients, as under adapters."""
-    zero_stage: int
-    """Sharded part of the model's state, in DeepSpeed's numbering."""
-    replicas: int = 1
-    """Copies of the sharded state: more than one in HSDP."""
-    expert_ranks: int = 1
-    """Neighbouring ranks that hold all experts together."""
-    adapters: Adapters = NO_ADAPTERS
-    """Trained parameters that FSDP does not shard, where transformers has sharded the model."""
-    trained_tower: tuple[str, ...] = ()
-    """Parts of the tower that get gradients, by `trained_parts`."""
-
-    @property
-    def shape_in_training(self) -> ModelShape:
-        """The sizes, with the bytes of what is computed in. FSDP casts weights before it gathers
-        them, so that nothing stays in their own dtype; autocast leaves the hidden states in it."""
-        if self.autocast is None:
-            return self.shape
-        return replace(
-            self.shape,
-            dtype_bytes=self.autocast.itemsize,
-            hidden_bytes=None if self.zero_stage == 3 else self.dtype.itemsize,
-        )
-
-    @property
-    def dtype_in_training(self) -> torch.dtype:
-        """Dtype of the weights that a layer computes with: FSDP and DeepSpeed cast them."""
-        return self.autocast if self.autocast and self.zero_stage else self.dtype
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype that attention computes in."""
-        return self.autocast or self.dtype
-
-
-def model_facts(
-    model: PreTrainedModel, accelerator: Accelerator, *, save_attention_output: bool = True
-) -> ModelFacts:
-    """Collect the facts about `model`, to be trained as accelerate is set up to do."""
-    return ModelFacts(
-        kind=unsharded_class(model),
-        config=model.config,
-        shape=model_shape(model),
-        dtype=_computing_parameter(model).dtype,
-        autocast=autocast_dtype(accelerator),
-        checkpointing=is_checkpointed(model),
-        save_attention_output=save_attention_output,
-        frozen=is_mostly_frozen(model),
-        zero_stage=zero_stage(model, accelerator),
-        replicas=replicas(model, accelerator),
-        expert_ranks=expert_group_size(model),
-        adapters=_adapters_beside_shards(model),
-        trained_tower=trained_parts(model),
-    )
-
-
 # ---- sizes
 
 
-def attention_shape(config: PreTrainedConfig) -> AttentionShape:
+def attention_shape(config: PreTrainedConfig) -> HeadShape:
     """Read the heads of a decoder-only model's attention from its (text) configuration: the most
     and the largest of all layers; one head for a model without attention."""
     kinds = layer_kinds(config)
     if not kinds:
         return _NO_ATTENTION
-    return AttentionShape(
-        query_heads=max(kind.query_heads for kind in kinds),
+    return HeadShape(
+        heads=max(kind.query_heads for kind in kinds),
         kv_heads=max(kind.kv_heads for kind in kinds),
         head_dim=max(kind.width for kind in kinds),
     )
@@ -231,13 +129,13 @@ def model_shape(model: nn.Module) -> ModelShape:
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        heads=attention.query_heads,
+        heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
         intermediate=_mlp_width(config),
         vocab=config.vocab_size,
         params=params,
-        dtype_bytes=_computing_parameter(model).element_size(),
+        dtype_bytes=computing_parameter(model).element_size(),
         reaches=tuple((count, reach) for reach, count in counts.items() if not reach.is_full),
         recurrent=_recurrent(layers),
         without_attention=len(layers) - len(kinds),
@@ -261,7 +159,7 @@ def _recurrent(layers: Sequence[Layer]) -> tuple[tuple[int, RecurrentShape], ...
 
 
 def _head_shapes(
-    kinds: Sequence[LayerKind], largest: AttentionShape
+    kinds: Sequence[LayerKind], largest: HeadShape
 ) -> tuple[tuple[Reach, HeadShape], ...]:
     """Return the largest heads of the layers of each reach; () if all have the model's."""
     shapes: dict[Reach, HeadShape] = {}
@@ -269,7 +167,7 @@ def _head_shapes(
         before = shapes.get(kind.reach, HeadShape(0, 0, 0))
         here = HeadShape(kind.query_heads, kind.kv_heads, kind.width)
         shapes[kind.reach] = HeadShape(*map(max, before, here))
-    if set(shapes.values()) <= {HeadShape(*largest)}:
+    if set(shapes.values()) <= {largest}:
         return ()
     return tuple(shapes.items())
 
@@ -372,7 +270,7 @@ def is_mostly_frozen(model: nn.Module) -> bool:
     return 2 * trained < total
 
 
-def _computing_parameter(model: nn.Module) -> nn.Parameter:
+def computing_parameter(model: nn.Module) -> nn.Parameter:
     """Return the first parameter whose numbers are computed with, not packed ones."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
@@ -390,7 +288,7 @@ def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:
 
 def compute_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     """Return the dtype that the attention of `model` computes in."""
-    return autocast_dtype(accelerator) or _computing_parameter(model).dtype
+    return autocast_dtype(accelerator) or computing_parameter(model).dtype
 
 
 # ---- checkpointing
@@ -412,7 +310,7 @@ def gathered_itemsize(model: nn.Module, accelerator: Accelerator) -> int:
         gathered = getattr(policy, "param_dtype", None)
     elif getattr(distributed_config(model), "fsdp_mixed_precision", False):
         gathered = torch.bfloat16
-    return (gathered or _computing_parameter(model).dtype).itemsize
+    return (gathered or computing_parameter(model).dtype).itemsize
 
 
 def trained_elements(model: nn.Module) -> int:
@@ -420,17 +318,16 @@ def trained_elements(model: nn.Module) -> int:
     return sum(elements(p) for p in model.parameters() if p.requires_grad)
 
 
-def _adapters_beside_shards(model: nn.Module) -> Adapters:
-    """Count the trained parameters that FSDP does not shard, where transformers has sharded the
-    model: a rank has them whole, or those of its experts."""
-    found = NO_ADAPTERS
-    if not is_sharded_at_load(model):
-        return found
-    for parameter in model.parameters():
-        if parameter.requires_grad and not _is_sharded_by_fsdp(parameter.data):
-            here = local(parameter).numel()
-            found = Adapters(found.here + here, found.everywhere + elements(parameter))
-    return found
+def adapters_beside_shards(model: nn.Module) -> tuple[int, int]:
+    """Count the elements of trained parameters that FSDP does not shard, where transformers has
+    sharded the model: those that this rank has, whole or of its experts, and those of all."""
+    here = everywhere = 0
+    if is_sharded_at_load(model):
+        for parameter in model.parameters():
+            if parameter.requires_grad and not _is_sharded_by_fsdp(parameter.data):
+                here += local(parameter).numel()
+                everywhere += elements(parameter)
+    return here, everywhere
 
 
 def _is_sharded_by_fsdp(data: torch.Tensor) -> bool:

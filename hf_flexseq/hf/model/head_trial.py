@@ -25,13 +25,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from hf_flexseq.hf.model.equal_models import once_for_equal_models
 from hf_flexseq.hf.model.rehearsal import (
     FAULTS,
     TOKENS,
-    Rehearsal,
     class_copy,
     in_one_line,
+    once_for_equal_models,
+    rehearse,
     row_of,
 )
 
@@ -69,7 +69,7 @@ def try_head(model: PreTrainedModel) -> HeadTrial:
         # Ours may be set, and needs a batch; some forwards run the decoder past its stand-in.
         tried = class_copy(model, attention="eager")
         forward = _prepared(tried, watch, loss, router, given)
-        outputs = Rehearsal(tried).run(given, watch, forward=forward)
+        outputs = rehearse(forward, given, watch)
     except FAULTS as error:
         return HeadTrial(
             reason=f"its forward could not be tried with labels ({in_one_line(error)})",

@@ -8,12 +8,13 @@ masks of an empty copy show which layers do so; the column of each example says 
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.base.patches import Patch
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.trial import WHOLE, Trial, try_types
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.steps.images import UnsupportedImages
@@ -81,17 +82,12 @@ class MasksOfImages:
 def layers_told_causal(model: PreTrainedModel) -> Iterator[None]:
     """Call the layers of a model with towers causal inside the block. Some say that they are not
     and rely on a mask, which is causal but for the tokens of images; the trial has seen it."""
-    changed = []
-    if model.config.get_text_config() is not model.config:
-        for module in model.get_decoder().modules():
-            if getattr(module, "is_causal", None) is False and hasattr(module, "layer_idx"):
-                module.is_causal = True
-                changed.append(module)
-    try:
+    with ExitStack() as told:
+        if model.config.get_text_config() is not model.config:
+            for module in model.get_decoder().modules():
+                if getattr(module, "is_causal", None) is False and hasattr(module, "layer_idx"):
+                    told.enter_context(Patch(module, is_causal=True))
         yield
-    finally:
-        for module in changed:
-            module.is_causal = False
 
 
 def _layers(trial: Trial) -> set[int]:

@@ -1,12 +1,21 @@
 """Read from a model's configuration what mixes tokens in its layers: attention, of which it says
 how far back queries read, how scores are made, the sizes of heads, and whose keys are read; and
-recurrent mixers (`recurrent_shapes.py`). A layer may have both, one of them or neither.
+recurrent mixers. A layer may have both, one of them or neither.
 
     layer_types, sliding_window, attention_chunk_size   what there is, and how far back it reads
     attn_logit_softcapping                              softcapped scores
     per_layer_config, num_key_value_heads, head_dim,    sizes of heads, which may differ from layer
     qk_nope_head_dim, qk_rope_head_dim, v_head_dim      to layer
     kv_sharing_modes                                    keys of an earlier layer
+
+Of a recurrent layer configurations say linear_attention, or conv; the options that they have for
+its sizes tell the kinds apart:
+
+    linear_num_value_heads, ...       Gated DeltaNet: Qwen3-Next, Qwen3.5, OLMo-Hybrid
+    linear_num_heads, ...             Kimi's delta attention: Kimi Linear, Ling 2.5
+    mamba_n_heads, mamba_n_groups,    Mamba 2: Granite 4, Bamba, Falcon-H1; Nemotron-H and Zamba 2
+    ...                               have other names for the same
+    conv_L_cache                      a short convolution alone: LFM2
 
 In transformers a window of w is w tokens, the query's own among them: `sliding_window_overlay`
 shows keys above query - w.
@@ -22,7 +31,6 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
-from hf_flexseq.hf.model.recurrent_shapes import CONVOLUTIONS, SCANS, recurrent_shape
 
 # Configurations do not say which layers have sinks: by model_type, the types of such layers.
 _EVERY_LAYER = ("full_attention", "sliding_attention")
@@ -180,22 +188,17 @@ def _attention(config: PreTrainedConfig, layer: int, kind: str, keys_of: int) ->
     reach = _reach(config, layer, kind)
     if getattr(_of_layer(config, layer), "num_attention_heads", None) is None:
         raise UnknownLayers(f"its configuration has no num_attention_heads; {_KNOWN}")
+    query_heads, kv_heads, head_dim, value_dim = _head_sizes(config, layer, kind)
     return LayerKind(
         reach=reach,
         softcap=_softcap(config),
         sinks=kind in _SINKS.get(config.model_type, ()),
-        **_head_sizes(config, layer, kind)._asdict(),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
         keys_of=keys_of,
     )
-
-
-class _HeadSizes(NamedTuple):
-    """Numbers and sizes of a layer's heads; see `LayerKind`."""
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
 
 
 def _reach(config: PreTrainedConfig, layer: int, kind: str) -> Reach:
@@ -250,8 +253,9 @@ def _softcap(config: PreTrainedConfig) -> float | None:
     return softcap
 
 
-def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> _HeadSizes:
-    """Return numbers and sizes of a layer's heads."""
+def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> tuple[int, int, int, int]:
+    """Return numbers and sizes of a layer's heads: query heads, those of keys and values, the size
+    of a head of queries and keys, and of values."""
     of_layer = _of_layer(config, layer)
     heads: int = of_layer.num_attention_heads
     kv_heads: int = getattr(of_layer, "num_key_value_heads", None) or heads
@@ -260,14 +264,14 @@ def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> _HeadSizes:
     rope_dim = getattr(of_layer, "qk_rope_head_dim", None)
     nope_dim = getattr(of_layer, "qk_nope_head_dim", None)
     if rope_dim is not None and nope_dim is not None:
-        return _HeadSizes(heads, heads, nope_dim + rope_dim, of_layer.v_head_dim or nope_dim)
+        return heads, heads, nope_dim + rope_dim, of_layer.v_head_dim or nope_dim
 
     # 2. attention with heads of its own
     head_dim: int = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // heads
     value_dim: int = getattr(of_layer, "v_head_dim", None) or head_dim
     if config.model_type == "mimo_v2_flash" and kind == "sliding_attention":
         kv_heads *= 2
-    return _HeadSizes(heads, kv_heads, head_dim, value_dim)
+    return heads, kv_heads, head_dim, value_dim
 
 
 def _of_layer(config: PreTrainedConfig, layer: int, option: str | None = None) -> PreTrainedConfig:
@@ -296,3 +300,89 @@ def _keys_of(config: PreTrainedConfig, types: Sequence[str]) -> list[int]:
             raise UnknownLayers(f"its layer {layer} reads keys of {kind} that no layer stores")
         sources.append(stored[kind] if mode == "reuse" else layer)
     return sources
+
+
+# ---- recurrent layers
+
+
+# Types of layers, in the words of configurations, that are a scan after a convolution, and a
+# convolution alone.
+SCANS = ("linear_attention",)
+CONVOLUTIONS = ("conv",)
+
+
+def recurrent_shape(config: PreTrainedConfig, kind: str) -> RecurrentShape | None:
+    """Return the sizes of a recurrent layer of a `kind` in configurations' words; None if
+    unknown."""
+    if kind in CONVOLUTIONS:
+        return _convolution(config)
+    return _gated_delta(config) or _kimi_delta(config) or _mamba2(config)
+
+
+def _gated_delta(config: PreTrainedConfig) -> RecurrentShape | None:
+    value_heads = getattr(config, "linear_num_value_heads", None)
+    if value_heads is None:
+        return None
+    heads = (config.linear_num_key_heads, value_heads)
+    dims = (config.linear_key_head_dim, config.linear_value_head_dim)
+    return _delta_rule("gated_delta", config, heads, dims)
+
+
+def _delta_rule(
+    kind: str, config: PreTrainedConfig, heads: tuple[int, int], dims: tuple[int, int]
+) -> RecurrentShape:
+    """Return the sizes of a delta rule. heads, dims: of keys, of values."""
+    return RecurrentShape(
+        kind=kind,
+        key_heads=heads[0],
+        value_heads=heads[1],
+        key_dim=dims[0],
+        value_dim=dims[1],
+        width=config.linear_conv_kernel_dim,
+        channels=2 * heads[0] * dims[0] + heads[1] * dims[1],  # queries, keys, values
+    )
+
+
+def _kimi_delta(config: PreTrainedConfig) -> RecurrentShape | None:
+    heads = getattr(config, "linear_num_heads", None)
+    head_dim = getattr(config, "linear_head_dim", None)
+    if heads is None or head_dim is None:
+        return None
+    return _delta_rule("kimi_delta", config, (heads, heads), (head_dim, head_dim))
+
+
+# Names of Mamba 2's sizes in configurations: heads, their size, groups, size of states, width.
+_MAMBA2 = (
+    # Granite 4, Bamba, Falcon-H1
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    # Nemotron-H
+    ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    # Zamba 2
+    ("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv"),
+    # Mamba 2 itself
+    ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+)
+
+
+def _mamba2(config: PreTrainedConfig) -> RecurrentShape | None:
+    for names in _MAMBA2:
+        if any(getattr(config, name, None) is None for name in names):
+            continue
+        heads, head_dim, groups, state_dim, width = (getattr(config, name) for name in names)
+        return RecurrentShape(
+            kind="mamba2",
+            key_heads=groups,
+            value_heads=heads,
+            key_dim=state_dim,
+            value_dim=head_dim,
+            width=width,
+            channels=heads * head_dim + 2 * groups * state_dim,  # values, B and C
+        )
+    return None
+
+
+def _convolution(config: PreTrainedConfig) -> RecurrentShape | None:
+    width = getattr(config, "conv_L_cache", None)
+    if width is None:
+        return None
+    return RecurrentShape(kind="convolution", width=width, channels=config.hidden_size)

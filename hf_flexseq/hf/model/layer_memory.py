@@ -20,11 +20,10 @@ function as long as a model is attached, since its owner may replace it at any t
 that is on makes the Trainer think that the user has asked for checkpointing.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,76 +33,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.attention.remat import KeptAttention
+from hf_flexseq.base.patches import Patch
+from hf_flexseq.hf.model.checkpointing import CHECKPOINT, FLAG, FUNCTION, offloads, options_of
 from hf_flexseq.memory.store import HostStore, HostTensor
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps.users_code import users_forward_hooks
-
-FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-CHECKPOINT = partial(checkpoint, use_reentrant=False)
-
-
-class LayerChoices(Protocol):
-    """What is done with the activations of each layer: a `MemoryChoice`, or `AsSet`."""
-
-    @property
-    def uses_host(self) -> bool:
-        """True if anything is on the host."""
-
-    def recomputes(self, layer: int) -> bool:
-        """Return True if this layer runs again in the backward."""
-
-    def input_on_host(self, layer: int) -> bool:
-        """Return True if the input of this layer is on the host."""
-
-    def output_on_host(self, layer: int) -> bool:
-        """Return True if the output of this layer's attention is on the host."""
-
-    def recomputes_output(self, layer: int) -> bool:
-        """Return True if this layer's attention runs again in the backward."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AsSet:
-    """What the user has set for the run, which may be every second layer."""
-
-    checkpointed: tuple[bool, ...]
-    """By layer."""
-    offload: bool
-    """True if inputs and attention's results of checkpointed layers are on the host."""
-    save_attention_output: bool
-    """True if the results of attention are kept at all."""
-
-    @property
-    def uses_host(self) -> bool:
-        """True if anything is on the host."""
-        return self.offload
-
-    def recomputes(self, layer: int) -> bool:
-        """Return True if this layer runs again in the backward."""
-        return self.checkpointed[layer]
-
-    def input_on_host(self, layer: int) -> bool:
-        """Return True if the input of this layer is on the host."""
-        return self.checkpointed[layer] and self.offload
-
-    def output_on_host(self, layer: int) -> bool:
-        """Return True if the output of this layer's attention is on the host."""
-        return self.input_on_host(layer) and self.save_attention_output
-
-    def recomputes_output(self, layer: int) -> bool:
-        """Return True if this layer's attention runs again in the backward."""
-        return self.checkpointed[layer] and not self.save_attention_output
-
-    def in_front(self) -> MemoryChoice:
-        """Return the choice with as many checkpointed layers, which are the first ones."""
-        count = sum(self.checkpointed)
-        on_host = count if self.offload else 0
-        return MemoryChoice(
-            recomputed_layers=count,
-            inputs_on_host=on_host,
-            outputs_on_host=on_host if self.save_attention_output else 0,
-            outputs_recomputed=0 if self.save_attention_output else count,
-        )
 
 
 class LayerMemory:
@@ -126,7 +61,7 @@ class LayerMemory:
         """The store, once anything has gone to the host."""
         self._save_attention_output = save_attention_output
         self._make_store = make_store
-        self._undo: Callable[[], None] | None = None  # of the call that runs now
+        self._told = ExitStack()  # what the layers do in the call that runs now
         decoder = decoder_of(model)
         if decoder is not None and reason_not_told(model, decoder) is None:
             self._decoder = decoder
@@ -140,13 +75,23 @@ class LayerMemory:
     # ---- what the user has set
 
     @property
-    def as_set(self) -> AsSet:
-        """What the user has set for the run, as it is now."""
-        return AsSet(
-            checkpointed=tuple(bool(getattr(layer, FLAG)) for layer in self.layers),
-            offload=any(offloads(layer) for layer in self.layers),
-            save_attention_output=self._save_attention_output,
+    def as_set(self) -> MemoryChoice:
+        """What the user has set for the run, as it is now: the choice with as many checkpointed
+        layers, which may be every second one (`_places`)."""
+        count = sum(map(_is_checkpointed, self.layers))
+        on_host = count if any(map(offloads, self.layers)) else 0
+        return MemoryChoice(
+            recomputed_layers=count,
+            inputs_on_host=on_host,
+            outputs_on_host=on_host if self._save_attention_output else 0,
+            outputs_recomputed=0 if self._save_attention_output else count,
         )
+
+    def _places(self) -> list[int]:
+        """Return the place of each layer where the checkpointed ones come first."""
+        numbers = range(len(self.layers))
+        in_order = sorted(numbers, key=lambda number: not _is_checkpointed(self.layers[number]))
+        return [in_order.index(number) for number in numbers]
 
     # ---- calls of the decoder
 
@@ -163,104 +108,108 @@ class LayerMemory:
         finally:
             for hook in hooks:
                 hook.remove()
-            self._restore_layers()
+            self._told.close()
             if self.store is not None:
                 self.store.close()
                 self.store = None
 
     def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the layers the functions of this call, if they do not do as they are set."""
-        self._restore_layers()
+        self._told.close()  # torch runs no hook after a call that Ctrl-C has ended
         context = kwargs.get("seq_ctx")
         if not isinstance(context, SequenceContext):
             return
-        choices: LayerChoices | None = context.memory
-        if choices is None:
-            choices = self.as_set
-            if not choices.offload:
+        choice: MemoryChoice | None = context.memory
+        places: Sequence[int] = range(len(self.layers))
+        if choice is None:
+            choice, places = self.as_set, self._places()
+            if not choice.uses_host:
                 return
         else:
             assert self.reason_without_choices is None, "a plan chooses for layers that cannot"
-        if choices.uses_host and self.store is None:
+        if choice.uses_host and self.store is None:
             self.store = self._make_store()
-        call = _DecoderCall(choices, context, self.store)
-        self._undo = partial(_restore, [(layer, _own(layer)) for layer in self.layers])
+        before: _LayerCall | None = None
         for number, layer in enumerate(self.layers):
-            options = _options_of(layer)
+            call = _LayerCall(
+                number=number,
+                place=places[number],
+                choice=choice,
+                options=options_of(layer),
+                kept=context.kept,
+                store=self.store if choice.uses_host else None,
+                is_behind_host=before is not None and before.is_on_host,
+            )
             # Where the host has a part, it is told of every layer that begins.
-            setattr(layer, FLAG, choices.recomputes(number) or choices.uses_host)
-            setattr(layer, FUNCTION, partial(call.run, number, options))
+            flag = choice.recomputes(call.place) or choice.uses_host
+            self._told.enter_context(Patch(layer, **{FLAG: flag, FUNCTION: call.run}))
+            before = call
 
     def _end(self, decoder: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
         """End a call, whatever has become of it."""
-        self._restore_layers()
+        self._told.close()
         if self.store is not None:
             self.store.settle()
 
-    def _restore_layers(self) -> None:
-        """Give the layers back what they had before the last call. That call is over: torch runs
-        no hook after one that an interrupt from the keyboard has ended."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerCall:
+    """One call of a layer under a choice."""
 
-class _DecoderCall:
-    """One call of a decoder under a choice."""
+    number: int
+    place: int
+    """Where the layer stands for the choice."""
+    choice: MemoryChoice
+    options: dict[str, Any]
+    """Of torch's checkpoint."""
+    kept: KeptAttention | None
+    store: HostStore | None
+    """None for a choice that does not use the host."""
+    is_behind_host: bool
+    """True if the layer before has something on the host."""
 
-    def __init__(
-        self, choices: LayerChoices, context: SequenceContext, store: HostStore | None
-    ) -> None:
-        self._choices = choices
-        self._kept = context.kept
-        self._store = store if choices.uses_host else None
-
-    def run(
-        self, layer: int, options: dict[str, Any], function: Callable[..., Any], *args: Any
-    ) -> Any:
-        """Run the forward of a layer on its positional arguments. options: for torch's
-        checkpoint."""
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run the forward of the layer on its positional arguments."""
         if not torch.is_grad_enabled():
             return function(*args)
-        if self._store is not None:
-            self._store.begin_layer()
-        if not self._choices.recomputes(layer):
+        if self.store is not None:
+            self.store.begin_layer()
+        if not self.choice.recomputes(self.place):
             outputs = function(*args)
         else:
-            with self._of_attention(layer), self._of_input(layer, args):
-                outputs = checkpoint(function, *args, **options)
-        if self._store is not None and self._is_first_without_host(layer):
-            self._store.come_ahead(outputs[0] if isinstance(outputs, tuple) else outputs)
+            with self._of_attention(), self._of_input(args):
+                outputs = checkpoint(function, *args, **self.options)
+        if self.store is not None and self.is_behind_host and not self.is_on_host:
+            self.store.come_ahead(outputs[0] if isinstance(outputs, tuple) else outputs)
         return outputs
 
-    def _is_first_without_host(self, layer: int) -> bool:
-        """Tell whether a layer has nothing on the host, and the one before it has."""
-        return layer > 0 and self._on_host(layer - 1) and not self._on_host(layer)
+    @property
+    def is_on_host(self) -> bool:
+        """True if the layer has something on the host."""
+        choice, place = self.choice, self.place
+        return choice.input_on_host(place) or choice.output_on_host(place)
 
-    def _on_host(self, layer: int) -> bool:
-        return self._choices.input_on_host(layer) or self._choices.output_on_host(layer)
-
-    def _of_attention(self, layer: int) -> AbstractContextManager[None]:
+    def _of_attention(self) -> AbstractContextManager[None]:
         """Say where the results of attention wait for the replay."""
-        if self._kept is None:
+        if self.kept is None:
             return nullcontext()
-        return self._kept.of_layer(
-            keeps=not self._choices.recomputes_output(layer),
-            host=self._store if self._choices.output_on_host(layer) else None,
+        return self.kept.of_layer(
+            keeps=not self.choice.recomputes_output(self.place),
+            host=self.store if self.choice.output_on_host(self.place) else None,
         )
 
-    def _of_input(self, layer: int, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    def _of_input(self, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
         """Bring the hidden states to the host that the layer is given. Raises NotImplementedError
         where they are not its first positional argument."""
-        if not self._choices.input_on_host(layer):
+        if not self.choice.input_on_host(self.place):
             return nullcontext()
-        assert self._store is not None, "a choice that uses the host has a store"
+        assert self.store is not None, "a choice that uses the host has a store"
         if not args or not isinstance(args[0], torch.Tensor):
             raise NotImplementedError(
-                f"layer {layer} is not given hidden states first, so that its input cannot be on "
-                "the host: set activation_memory='as_set', without offload"
+                f"layer {self.number} is not given hidden states first, so that its input cannot "
+                "be on the host: set activation_memory='as_set', without offload"
             )
-        return _OnHost(args[0], self._store)
+        return _OnHost(args[0], self.store)
 
 
 class _OnHost(saved_tensors_hooks):
@@ -290,37 +239,8 @@ def _unpack(packed: torch.Tensor | HostTensor) -> torch.Tensor:
     return packed.take() if isinstance(packed, HostTensor) else packed
 
 
-# ---- what transformers has set
-
-
-def offloads(module: nn.Module) -> bool:
-    """Tell whether transformers brings the inputs of a checkpointed layer to the host. It binds
-    options to a function of its own for that, instead of torch's `checkpoint`."""
-    function = getattr(getattr(module, FUNCTION, None), "func", None)
-    code = getattr(function, "__code__", None)
-    is_its_own = getattr(function, "__module__", None) == "transformers.modeling_utils"
-    return is_its_own and code is not None and "save_on_cpu" in code.co_names
-
-
-def _options_of(layer: nn.Module) -> dict[str, Any]:
-    """Return the user's options of torch's checkpoint; ours where there are none."""
-    options = getattr(getattr(layer, FUNCTION, None), "keywords", None)
-    return dict(options or CHECKPOINT.keywords)
-
-
-def _own(layer: nn.Module) -> dict[str, Any]:
-    """Return the flag and the function that a layer has of its own, and not by its class."""
-    return {name: vars(layer)[name] for name in (FLAG, FUNCTION) if name in vars(layer)}
-
-
-def _restore(former: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Give layers back what `_own` has returned."""
-    for layer, own in former:
-        for name in (FLAG, FUNCTION):
-            if name in own:
-                setattr(layer, name, own[name])
-            else:
-                delattr(layer, name)
+def _is_checkpointed(layer: nn.Module) -> bool:
+    return bool(getattr(layer, FLAG))
 
 
 # ---- which models
@@ -380,6 +300,6 @@ def _reason_of_user(layer: nn.Module) -> str | None:
     function = getattr(layer, FUNCTION, CHECKPOINT)
     if getattr(function, "func", function) is not checkpoint and not offloads(layer):
         return f"{type(layer).__name__} is checkpointed by a function of its own"
-    if "context_fn" in _options_of(layer):
+    if "context_fn" in options_of(layer):
         return "selective activation checkpointing decides what is kept"
     return None

@@ -16,24 +16,24 @@ both inputs of an MLP's product. Nothing of this is saved by another part of a l
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.mlp_trial import holds_experts
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 
 logger = logging.getLogger(__name__)
 
 LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 """What Liger would put in the place of head and loss."""
 _PRODUCTS = ("swiglu", "geglu")  # of MLPs and of experts alike
-
-_MISSING: Any = object()
 
 
 @contextmanager
@@ -46,12 +46,10 @@ def liger_kernels(model: PreTrainedModel, options: Mapping[str, Any]) -> Iterato
     left_out: tuple[str, ...] = LOSSES
     if holds_experts(model):
         left_out += _PRODUCTS
-    of_modules = [vars(module) for module in model.modules()]
-    of_transformers = [vars(sys.modules[name]) for name in _modeling_modules(model)]
-    places = of_modules + of_transformers
-    before = [dict(place) for place in places]
+    owners = [*model.modules(), *(sys.modules[name] for name in _modeling_modules(model))]
+    before = [dict(vars(owner)) for owner in owners]
     apply_liger_kernel(model, {**options, **dict.fromkeys(left_out, False)})
-    changed = _changed(places, before)
+    changed = _taken_back(owners, before)
     name = type(model).__name__
     if not changed:
         logger.warning(
@@ -60,70 +58,53 @@ def liger_kernels(model: PreTrainedModel, options: Mapping[str, Any]) -> Iterato
     else:
         kept = "; its experts and MLPs stay as they are" if holds_experts(model) else ""
         logger.info("use_liger_kernel=True: Liger's kernels are in %s%s", name, kept)
-    lasting = []
-    for change in changed:
-        if isinstance(change.own, type):
-            change.undo()
-        else:
-            lasting.append(change)
-    functions = [one for one in lasting if any(one.place is place for place in of_transformers)]
-    _functions.extend(functions)
-    try:
+    with ExitStack() as attached:
+        for change in changed:
+            if isinstance(change.own, type):
+                continue
+            attached.enter_context(Patch(change.owner, **{change.name: change.new}))
+            if isinstance(change.owner, ModuleType):
+                _functions.append(change)
+                attached.callback(_functions.remove, change)
         yield
-    finally:
-        for change in lasting:
-            change.undo()
-        for change in functions:
-            _functions.remove(change)
 
 
 @contextmanager
 def without_liger() -> Iterator[None]:
     """Give transformers its own functions inside the block."""
-    replaced = [change for change in _functions if change.undo()]
-    try:
+    with ExitStack() as restored:
+        for owner, name, own, new in _functions:
+            if vars(owner).get(name) is new:
+                restored.enter_context(Patch(owner, **{name: own}))
         yield
-    finally:
-        for change in replaced:
-            change.redo()
 
 
-class _Change:
-    """An attribute of a module that Liger has replaced or added."""
+class _Change(NamedTuple):
+    """An attribute that Liger has replaced or added."""
 
-    def __init__(self, place: dict[str, Any], name: str, own: Any) -> None:
-        """place: the attributes, by name. own: the former value, _MISSING without one."""
-        self.own = own
-        self.place = place
-        self._name = name
-        self._new = place[name]
-
-    def undo(self) -> bool:
-        """Restore the former value, and return True, unless something else stands there by
-        now."""
-        if self.place.get(self._name) is not self._new:
-            return False
-        if self.own is _MISSING:
-            del self.place[self._name]
-        else:
-            self.place[self._name] = self.own
-        return True
-
-    def redo(self) -> None:
-        """Put Liger's value there again."""
-        self.place[self._name] = self._new
+    owner: Any
+    """A module of the model, or a file of transformers."""
+    name: str
+    own: Any
+    """The former value; None without one."""
+    new: Any
 
 
 _functions: list[_Change] = []  # of transformers, in whose place are Liger's now
 
 
-def _changed(places: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[_Change]:
-    """Return what differs in `places` from what they were `before`."""
+def _taken_back(owners: Sequence[Any], before: Sequence[dict[str, Any]]) -> list[_Change]:
+    """Give objects back the attributes that they had `before`; return what was different."""
     changes = []
-    for place, former in zip(places, before, strict=True):
-        for name, value in place.items():
-            if former.get(name, _MISSING) is not value:
-                changes.append(_Change(place, name, former.get(name, _MISSING)))
+    for owner, former in zip(owners, before, strict=True):
+        for name, value in list(vars(owner).items()):
+            if name in former and former[name] is value:
+                continue
+            changes.append(_Change(owner, name, former.get(name), value))
+            if name in former:
+                setattr(owner, name, former[name])
+            else:
+                delattr(owner, name)
     return changes
 
 

@@ -35,7 +35,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,9 +45,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.head_trial import try_head
-from hf_flexseq.hf.model.sharding_kind import is_tensor_parallel, unsharded_class
+from hf_flexseq.hf.model.sharding import is_tensor_parallel, unsharded_class
 from hf_flexseq.kernels.chunked_loss import (
     choose_backend,
     chunk_rows,
@@ -182,7 +183,6 @@ class ChunkedLoss:
         self._total = total
         self._head = head
         self._own_loss = model.loss_function
-        self._had_own_loss = "_loss_function" in vars(model)  # set on the instance by the user
         names = list(inspect.signature(model.forward).parameters)
         # A forward of **kwargs has labels at no position.
         self._labels_at = names.index("labels") if "labels" in names else sys.maxsize
@@ -191,38 +191,26 @@ class ChunkedLoss:
         self._figures: Figures | None = None  # asked for, instead of the loss
         self._read: Read | None = None
         self._logged_backends: set[str] = set()
-        self._hooks: list[Any] = []
+        self._attached = ExitStack()
         for entry in entries:
-            self._hooks.append(entry.register_forward_pre_hook(self._begin, with_kwargs=True))
+            begin = entry.register_forward_pre_hook(self._begin, with_kwargs=True)
+            self._attached.callback(begin.remove)
         for entry in entries:
             # always_call: an exception leaves no targets behind.
-            self._hooks.append(entry.register_forward_hook(self._end, always_call=True))
-        head.forward = self._head_forward
-        model.loss_function = self._loss_function
+            end = entry.register_forward_hook(self._end, always_call=True)
+            self._attached.callback(end.remove)
+        self._attached.enter_context(Patch(head, forward=self._head_forward))
+        # what `model.loss_function = ...` sets
+        self._attached.enter_context(Patch(model, _loss_function=self._loss_function))
 
     def detach(self) -> None:
         """Give the model its own loss back and leave nothing on it. A second call does nothing."""
-        if not self._hooks:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._attached.close()
         self._enabled = False
-        del self._head.forward
-        if self._had_own_loss:
-            self._model.loss_function = self._own_loss
-        else:
-            del self._model._loss_function
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Let calls that begin inside have logits [B, S, V] and the model's own loss."""
-        before = self._enabled
-        self._enabled = False
-        try:
-            yield
-        finally:
-            self._enabled = before
+    def disabled(self) -> AbstractContextManager[None]:
+        """Let calls that begin inside a block have logits [B, S, V] and the model's own loss."""
+        return Patch(self, _enabled=False)
 
     @contextmanager
     def giving_figures(
@@ -238,14 +226,9 @@ class ChunkedLoss:
         finally:
             self._figures = None
 
-    @contextmanager
-    def reading(self, read: Read) -> Iterator[None]:
-        """Let `read` see the logits of calls with labels inside the block, chunk by chunk."""
-        self._read = read
-        try:
-            yield
-        finally:
-            self._read = None
+    def reading(self, read: Read) -> AbstractContextManager[None]:
+        """Let `read` see the logits of calls with labels inside a block, chunk by chunk."""
+        return Patch(self, _read=read)
 
     # ---- 1. the call begins
 

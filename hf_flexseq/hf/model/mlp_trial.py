@@ -25,9 +25,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_flexseq.hf.model.equal_models import once_for_equal_models
-from hf_flexseq.hf.model.rehearsal import FAULTS, TOKENS, in_one_line, without_sharding
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.rehearsal import (
+    FAULTS,
+    TOKENS,
+    in_one_line,
+    once_for_equal_models,
+    without_sharding,
+)
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.small import plain_options, small_config
 
 _PIECE = slice(20, 33)  # of the tokens

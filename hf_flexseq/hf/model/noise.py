@@ -1,10 +1,21 @@
-"""Random numbers that a model draws while it trains."""
+"""Random numbers in a model while it trains: those that it draws by itself, and NEFTune's noise on
+the embeddings of an attached model.
+
+transformers' own hook for the latter draws from the device's generator, and divides by the length
+of the row, which here holds parts of several sequences. `attach_noise` adds what is in
+`steps/embedding_noise.py` instead.
+"""
 
 import re
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_flexseq.steps.embedding_noise import TokenNoise
+from hf_flexseq.steps.forward_hooks import around_forward
 
 _NOISE = re.compile("dropout|pdrop|drop_rate|drop_path|jitter")  # in the names of options
 
@@ -65,3 +76,31 @@ def noisy_option(config: PreTrainedConfig, *, of_text: bool = True) -> str | Non
         elif isinstance(value, (int, float)) and value > 0 and _NOISE.search(path):
             return f"{path}={value}"
     return None
+
+
+# ---- NEFTune's noise
+
+
+def attach_noise(model: PreTrainedModel) -> ExitStack:
+    """Add the noise of each micro-batch to its embedded tokens, until the returned stack is
+    closed. As in transformers, only a model in training mode has noise, also without gradients.
+    model: without adapters."""
+    attached = ExitStack()
+    of_call: list[TokenNoise | None] = [None]  # while the model runs on a micro-batch
+
+    def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        context = kwargs.get("seq_ctx")
+        of_call[0] = None if context is None else context.noise
+
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        of_call[0] = None
+
+    def add(module: nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        """Return embedded tokens, [1, tokens, hidden], with noise in training mode."""
+        noise = of_call[0]
+        return embedded if noise is None or not module.training else noise.added_to(embedded)
+
+    attached.callback(model.get_input_embeddings().register_forward_hook(add).remove)
+    for entry in {model, model.base_model}:
+        attached.enter_context(around_forward(entry, begin, end))
+    return attached

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.trial import Count
 from hf_flexseq.steps.forward_hooks import around_forward
@@ -130,10 +131,12 @@ def attach_positions(model: nn.Module) -> ExitStack:
     attached = ExitStack()
     for name, module in list(_longrope_modules(model)):
         decoder = model.get_submodule(name.rpartition(".")[0])
-        attached.callback(_RowRotary(decoder, module).detach)
+        rotary = _RowRotary(module)
+        attached.enter_context(Patch(module, forward=rotary))
+        attached.enter_context(around_forward(decoder, rotary.begin, rotary.end))
     for module in model.modules():
         if _is_one_of(_TOLD_BY_CACHE, module):
-            attached.callback(_ToldAttention(module).detach)
+            attached.enter_context(Patch(module, forward=_ToldAttention(module)))
     return attached
 
 
@@ -159,80 +162,62 @@ def _missing_column(module: nn.Module, name: str) -> ValueError:
     )
 
 
-class _InstanceForward:
-    """A forward instead of a module's own, on the instance: an object, so that `copy.deepcopy`
-    makes the copied module call its own forward, with its own parameters."""
+class _OtherForward:
+    """Stands for a module's forward, on the instance: an object, so that `copy.deepcopy` makes the
+    copied module call its own forward, with its own parameters."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """forward: a bound method of what is copied with the module."""
-        self._module = module
-        self._former = vars(module).get("forward")  # an earlier replacement, if any
-        self._forward = forward
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.own: Callable[..., Any] = module.forward
         functools.update_wrapper(self, self.own)  # for callers that inspect its signature
-        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands instead of the forward."""
-        return self._forward(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Give the module its former forward back."""
-        del self._module.forward
-        if self._former is not None:
-            self._module.forward = self._former
+        """Call the module's own forward."""
+        return self.own(*args, **kwargs)
 
 
 # ---- 1. longrope
 
 
-class _RowRotary:
-    """A rotary embedding that gives every token the table of its sequence, by the lengths of the
-    decoder's running call."""
+class _RowRotary(_OtherForward):
+    """The forward of a rotary embedding that gives every token the table of its sequence, by the
+    lengths of the decoder's running call."""
 
-    def __init__(self, decoder: nn.Module, rotary: nn.Module) -> None:
-        self._rotary = rotary
-        self._lengths: torch.Tensor | None = None  # [1, tokens], while the decoder runs on a row
-        self._forward = _InstanceForward(rotary, self._row_forward)
-        self._hooks = around_forward(decoder, self._begin, self._end)
+    lengths: torch.Tensor | None = None
+    """[1, tokens], while the decoder runs on a row."""
 
-    def detach(self) -> None:
-        """Detach from the modules."""
-        self._hooks.close()
-        self._forward.remove()
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Note the lengths of a call of the decoder."""
-        self._lengths = kwargs.get(LENGTHS)
-        if self._lengths is None and kwargs.get("seq_ctx") is not None:
-            raise _missing_column(self._rotary, LENGTHS)
+        self.lengths = kwargs.get(LENGTHS)
+        if self.lengths is None and kwargs.get("seq_ctx") is not None:
+            raise _missing_column(self.module, LENGTHS)
 
-    def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        self._lengths = None
+    def end(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Forget them."""
+        self.lengths = None
 
-    def _row_forward(
+    def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> Any:
         """Return the rotary embedding's result, cos and sin [1, tokens, D] or a tensor of both."""
-        own = self._forward.own
         of_layer = {} if layer_type is None else {"layer_type": layer_type}
-        parameters = self._rotary.config.rope_parameters
+        parameters = self.module.config.rope_parameters
         if layer_type is not None:
             parameters = parameters[layer_type]
-        if self._lengths is None or parameters["rope_type"] != "longrope":
-            return own(x, position_ids, **of_layer)
+        if self.lengths is None or parameters["rope_type"] != "longrope":
+            return self.own(x, position_ids, **of_layer)
 
         # 1. the short table for all tokens: no position is beyond what it is for
         limit = parameters["original_max_position_embeddings"]
-        short = own(x, position_ids.clamp(max=limit - 1), **of_layer)
+        short = self.own(x, position_ids.clamp(max=limit - 1), **of_layer)
 
         # 2. the long one: a token is added whose position is
         beyond = position_ids.new_full((*position_ids.shape[:-1], 1), limit)  # [1, 1]
         positions = torch.cat([position_ids, beyond], dim=-1)  # [1, tokens + 1]
-        long = own(x, positions, **of_layer)  # [1, tokens + 1, D]
+        long = self.own(x, positions, **of_layer)  # [1, tokens + 1, D]
 
         # 3. of each token its own
-        is_long = (self._lengths > limit).unsqueeze(-1)  # [1, tokens, 1]
+        is_long = (self.lengths > limit).unsqueeze(-1)  # [1, tokens, 1]
         if isinstance(short, torch.Tensor):
             return torch.where(is_long, long[..., :-1, :], short)
         chosen = []
@@ -247,13 +232,13 @@ class _RowRotary:
 _CACHE_KEYWORDS = ("cache", "past_key_values")  # the second before transformers 5.24
 
 
-class _ToldAttention:
-    """An attention layer that gets its tokens' indices from a cache."""
+class _ToldAttention(_OtherForward):
+    """The forward of an attention layer that gets its tokens' indices from a cache."""
 
     def __init__(self, attention: nn.Module) -> None:
         """Raises NotImplementedError for a layer that takes a cache under no name known here."""
-        self._attention = attention
-        taken = inspect.signature(attention.forward).parameters
+        super().__init__(attention)
+        taken = inspect.signature(self.own).parameters
         names = [name for name in _CACHE_KEYWORDS if name in taken]
         if not names:
             raise NotImplementedError(
@@ -261,20 +246,15 @@ class _ToldAttention:
                 "cannot be told the positions that it counts"
             )
         self._keyword = names[0]
-        self._forward = _InstanceForward(attention, self._told_forward)
 
-    def detach(self) -> None:
-        """Detach from the layer."""
-        self._forward.remove()
-
-    def _told_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer's forward with a cache of no keys, which knows the indices."""
         indices = kwargs.pop(INDICES, None)  # [1, tokens]
         if indices is not None:
             kwargs[self._keyword] = _IndexCache(indices[0])
         elif kwargs.get("seq_ctx") is not None:
-            raise _missing_column(self._attention, INDICES)
-        return self._forward.own(*args, **kwargs)
+            raise _missing_column(self.module, INDICES)
+        return self.own(*args, **kwargs)
 
 
 class _IndexCache:

@@ -38,7 +38,7 @@ from hf_flexseq.distributed.thread_ranks import ThreadTransport, run_threads
 from hf_flexseq.hf.model.facts import layer_calls
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.recurrent import RecurrentFunctions
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.kernels.kinds import choose_kernels
 from hf_flexseq.plan import Group, MicroBatch, Plan
@@ -124,7 +124,7 @@ def probe_model(
         (attach or _attach)(twins[-1])
     wrong = []
     same = SAME_SCANS if recurrent_kinds(twin.config.get_text_config()) else SAME
-    with RecurrentFunctions(twin).attached():  # of all twins
+    with attach_recurrent(twin):  # of all twins
         for strategy in strategies:
             ranks = _Ranks(twins, strategy, kernel)
             have = _run_ranks(ranks, sequences, gradients=gradients)

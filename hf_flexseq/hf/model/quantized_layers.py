@@ -1,9 +1,6 @@
-"""Linear layers that bitsandbytes has quantized (QLoRA), in copies of a model.
-
-    quantized     a copy whose layers `from_pretrained(quantization_config=...)` quantizes, so that
-                  its seconds are those of the run
-    StandIn       a layer that runs on tensors without memory, and keeps for its backward what the
-                  quantized one keeps: bitsandbytes needs numbers
+"""Linear layers that bitsandbytes has quantized (QLoRA). `StandIn` runs in their place on tensors
+without memory, and keeps for its backward what the quantized one keeps: bitsandbytes needs
+numbers.
 
 bitsandbytes is recognised by the modules of its classes, and imported by transformers alone.
 """
@@ -13,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
 FOUR_BITS, EIGHT_BITS = "Linear4bit", "Linear8bitLt"  # names of classes
@@ -27,41 +23,13 @@ def is_quantized(module: nn.Module) -> bool:
     return of_bitsandbytes and kind.__name__ in (FOUR_BITS, EIGHT_BITS)
 
 
-def quantization_of(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
-    """Return how bitsandbytes has quantized a model, from its configuration; None if not."""
-    found = getattr(config, "quantization_config", None)
-    return found if isinstance(found, BitsAndBytesConfig) else None
-
-
 def outlier_threshold(config: PreTrainedConfig) -> float:
     """Return the size above which bitsandbytes takes a number for an outlier, whose column it
     computes in 16 bits for all tokens of the call; 0.0 for a model without layers of 8 bits."""
-    quantization = quantization_of(config)
-    if quantization is None or not quantization.load_in_8bit:
+    quantization = getattr(config, "quantization_config", None)
+    if not isinstance(quantization, BitsAndBytesConfig) or not quantization.load_in_8bit:
         return 0.0
     return float(quantization.llm_int8_threshold)
-
-
-def quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> PreTrainedModel:
-    """Return a copy of a model, on the same device, with quantized layers."""
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # else it would say that the weights are quantized
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        made: PreTrainedModel = type(model).from_pretrained(
-            None,
-            config=config,
-            state_dict=model.state_dict(),
-            quantization_config=quantization,
-            dtype=model.dtype,
-            device_map={"": model.device},
-        )
-    finally:
-        if shows_bars:
-            logging.enable_progress_bar()
-    return made
 
 
 class StandIn(nn.Module):

@@ -23,7 +23,7 @@ place of the model's, which age.
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -113,41 +113,18 @@ def _functions_of(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
 # ---- attaching
 
 
-class RecurrentFunctions:
-    """The functions that the recurrent layers of one model call, to be replaced and put back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        functions = {}
-        for mixer in mixers(model):
-            for scope, name in mixer.functions:
-                functions[id(scope), name] = (scope, name)
-        self._functions = list(functions.values())
-        self._is_attached = False
-
-    def attach(self) -> None:
-        """Replace the functions, unless this has done so already."""
-        if self._is_attached:
-            return
-        self._is_attached = True
-        for scope, name in self._functions:
-            _replace(scope, name)
-
-    def detach(self) -> None:
-        """Restore the functions that no other model needs replaced. A second call does nothing."""
-        if not self._is_attached:
-            return
-        self._is_attached = False
-        for scope, name in self._functions:
-            _put_back(scope, name)
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Surround a block by `attach` and `detach`."""
-        self.attach()
-        try:
-            yield
-        finally:
-            self.detach()
+def attach_recurrent(model: nn.Module) -> ExitStack:
+    """Replace the functions that the recurrent layers of a model call, until the returned stack is
+    closed; the last of several models with the same functions puts them back."""
+    attached = ExitStack()
+    functions = {}
+    for mixer in mixers(model):
+        for scope, name in mixer.functions:
+            functions[id(scope), name] = (scope, name)
+    for scope, name in functions.values():
+        _replace(scope, name)
+        attached.callback(_put_back, scope, name)
+    return attached
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Rehearse a model: run a copy of it whose tensors have shapes, but neither numbers nor memory.
 
     copied = class_copy(model, attention="eager")
-    outputs = Rehearsal(copied).run(row_of("input_ids", "position_ids"), *listeners)
+    outputs = rehearse(copied, row_of("input_ids", "position_ids"), *listeners)
 
 A rehearsal takes a tenth of a second or so for every size of model. Its listeners, context
 managers that see functions of torch or modules, ask one question each:
@@ -9,8 +9,8 @@ managers that see functions of torch or modules, ask one question each:
     trial.py           what do layers ask of attention and recurrent functions? who counts
                        positions?
     head_trial.py      what does the forward do with logits and labels?
-    feature_trial.py   what does the forward give its tower, and read of features?
-    layer_trial.py     how many bytes do layers keep for their backward (in hf/calibration)?
+    tower_trial.py     what does the forward give its tower, and read of features?
+    layer_trial.py     how many bytes do layers keep for their backward? (in hf/engine)
 
 A copy is made in one of two ways:
 
@@ -22,8 +22,13 @@ A copy is made in one of two ways:
                  with adapters, frozen weights and replaced modules, and stand-ins for quantized
                  layers
 
-A copy is in training mode, and has no hooks. What is found is kept for equal models
-(`equal_models.py`).
+A copy is in training mode, and has no hooks.
+
+Trials of equal models run once in a process (`once_for_equal_models`): a trial is made when a
+trainer is constructed, when the model is attached, and for every evaluation. A second trial of an
+equal model would find the same, unless somebody has put other functions into transformers since:
+into the files that define a model's modules and their base classes, or the one that makes masks.
+Other files are not watched.
 
 Rejected: to compare a small twin of each model with one process before training, as the probe does
 (`probe.py`). It takes many times as long, a twin must be made for every family, and a small model
@@ -32,19 +37,26 @@ may hide what the large one asks for.
 
 import copy
 import inspect
+import json
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import deepspeed
 
+from hf_flexseq.base.patches import Patch
+from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.towers import attention_of_text
+from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package, users_modules
 
 Copied = TypeVar("Copied", bound=nn.Module)
 
@@ -71,45 +83,37 @@ _HOOKS = (
 )
 
 
-class Rehearsal:
-    """Runs of a copy."""
+def rehearse(
+    forward: Callable[..., Any],
+    given: dict[str, Any],
+    *listeners: AbstractContextManager[Any],
+    mode: FakeTensorMode | None = None,
+    grad: bool = False,
+    autocast: torch.dtype | None = None,
+    trains: bool = False,
+) -> Any:
+    """Run a forward of a copy inside of `listeners`, the first one outermost, and return the
+    outputs.
 
-    def __init__(self, model: PreTrainedModel, mode: FakeTensorMode | None = None) -> None:
-        """model: the copy. mode: that of its fake tensors; None on the meta device."""
-        self.model = model
-        self.tensors: AbstractContextManager[Any] = mode or torch.device("meta")
-        """Inside of it tensors are made like those of the copy."""
-
-    def run(
-        self,
-        given: dict[str, Any],
-        *listeners: AbstractContextManager[Any],
-        forward: Callable[..., Any] | None = None,
-        grad: bool = False,
-        autocast: torch.dtype | None = None,
-        trains: bool = False,
-    ) -> Any:
-        """Run a forward of the copy inside of `listeners`, the first one outermost, and return the
-        outputs.
-
-        Args:
-            given: Arguments.
-            listeners: Context managers.
-            forward: What is called instead of the copy.
-            grad: Whether the forward keeps what a backward needs.
-            autocast: Dtype of autocast in the forward; None without.
-            trains: Whether the backward of the outputs' loss runs, too.
-        """
-        with ExitStack() as inside:
-            inside.enter_context(self.tensors)
-            inside.enter_context(torch.set_grad_enabled(grad or trains))
-            for listener in listeners:
-                inside.enter_context(listener)
-            with torch.autocast(CPU.type, autocast) if autocast else nullcontext():
-                outputs = (forward or self.model)(**given, use_cache=False)
-            if trains:
-                outputs.loss.backward()
-        return outputs
+    Args:
+        forward: The copy, or what is called instead.
+        given: Arguments.
+        listeners: Context managers.
+        mode: That of the copy's fake tensors; None on the meta device.
+        grad: Whether the forward keeps what a backward needs.
+        autocast: Dtype of autocast in the forward; None without.
+        trains: Whether the backward of the outputs' loss runs, too.
+    """
+    with ExitStack() as inside:
+        inside.enter_context(mode or torch.device("meta"))
+        inside.enter_context(torch.set_grad_enabled(grad or trains))
+        for listener in listeners:
+            inside.enter_context(listener)
+        with torch.autocast(CPU.type, autocast) if autocast else nullcontext():
+            outputs = forward(**given, use_cache=False)
+        if trains:
+            outputs.loss.backward()
+    return outputs
 
 
 def row_of(*names: str) -> dict[str, torch.Tensor]:
@@ -167,16 +171,10 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-@contextmanager
-def without_sharding() -> Iterator[None]:
-    """Let models that are made inside the block be whole, also under ZeRO-3: DeepSpeed would take
+def without_sharding() -> Patch:
+    """Let models that are made inside a block be whole, also under ZeRO-3: DeepSpeed would take
     the weights of a model inside a model, such as a classifier's, off the meta device."""
-    former = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = former
+    return Patch(deepspeed, _hf_deepspeed_config_weak_ref=None)
 
 
 # ---- copies of a model's own modules
@@ -219,3 +217,107 @@ def _copied(
     for buffer in module.buffers():
         memo[id(buffer)] = empty(buffer)
     return copy.deepcopy(module, memo)
+
+
+# ---- once for equal models
+
+
+Found = TypeVar("Found")
+
+MOST_MODELS = 16
+"""Results that are kept of one trial; those of more models are found anew."""
+
+_OTHER_OPTIONS = ("bos_token_id", "eos_token_id", "use_cache")
+"""Entries of configurations that change no trial: no forward reads the first two, and a trial sets
+the last. Trainers set them after the first trial, to those of their tokenizer and arguments."""
+
+_NOTED_ON_CLASSES = "_cached_value"
+"""How names of attributes end in which transformers notes what a class can do, when a model of it
+is first given another attention: no code of a model."""
+
+
+class _Kept(NamedTuple):
+    """A result, with the code that it came from."""
+
+    result: Any
+    code: tuple[Any, ...]
+    """Functions and classes; while they are kept here, no other object has their identity."""
+
+
+def once_for_equal_models(trial: Callable[..., Found]) -> Callable[..., Found]:
+    """Let `trial` run once for equal models in a process: its result depends on a model's class,
+    configuration, code and dropout, and on its other arguments alone. It runs every time for a
+    model with modules of the user's, or whose configuration cannot be written as JSON. Callers
+    share the results and must not change them."""
+    kept: dict[object, _Kept] = {}
+    lock = threading.RLock()  # threads that are ranks wait for the one that tries
+
+    @wraps(trial)
+    def found(model: PreTrainedModel, *others: object) -> Found:
+        kinds = {name: unsharded_class(module) for name, module in model.named_modules()}
+        options = _options_of(model)
+        if options is None or any(package(kind) not in NOT_COPIED for kind in kinds.values()):
+            return trial(model, *others)
+        code = tuple(code for _, _, code in _named_code(set(kinds.values())))
+        dropout = [list(dropout_held_by(module).items()) for module in model.modules()]
+        key = (tuple(kinds.items()), options, tuple(map(id, code)), str(dropout), others)
+        with lock:
+            if key not in kept:
+                if len(kept) >= MOST_MODELS:
+                    kept.clear()
+                kept[key] = _Kept(trial(model, *others), code)
+            result: Found = kept[key].result
+        return result
+
+    return found
+
+
+def _options_of(model: PreTrainedModel) -> object:
+    """Return what a copy takes from its model's configuration; None if that cannot be written as
+    JSON."""
+    try:
+        text = text_of(model.config)
+    except TypeError:  # such as a function: plain trainers ask for JSON only when they save
+        return None
+    return text, getattr(model.config, "_experts_implementation", None)
+
+
+def text_of(config: PreTrainedConfig) -> str:
+    """Return the options of a configuration that may change a trial. Raises TypeError where they
+    cannot be written as JSON."""
+    return json.dumps(json.loads(config.to_json_string(), object_hook=_without_others))
+
+
+def _without_others(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a configuration, or of one inside it, that may change a trial."""
+    return {name: value for name, value in entries.items() if name not in _OTHER_OPTIONS}
+
+
+def code_of_model(model: PreTrainedModel) -> list[str]:
+    """Return descriptions of the user's modules in a model, and of the user's functions in place
+    of the library's that its modules run, without duplicates."""
+    found = [*users_modules(model)]
+    kinds = {unsharded_class(module) for module in model.modules()}
+    for file, name, code in _named_code(kinds):
+        is_of_family = file.startswith("transformers.models.") or file == masking_utils.__name__
+        is_code = inspect.isroutine(code) or inspect.isclass(code)
+        is_librarys = package(code) in NEUTRAL_PACKAGES or is_known(code)
+        if is_of_family and is_code and not is_librarys:
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def _named_code(kinds: set[type[Any]]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (file, name, code) of the functions and classes that models with these modules run, in
+    one order: those in the files of transformers that define the modules and their base classes,
+    those of their classes, and those that make masks."""
+    bases = {base for kind in kinds for base in kind.__mro__}
+    files = {base.__module__ for base in bases if package(base) == "transformers"}
+    for file in sorted({*files, masking_utils.__name__}):
+        for name, value in vars(sys.modules[file]).items():
+            if callable(value):
+                yield file, name, value
+            if isinstance(value, type) and value.__module__ == file:
+                for attribute, own in vars(value).items():
+                    if not attribute.endswith(_NOTED_ON_CLASSES):
+                        yield file, f"{name}.{attribute}", own

@@ -39,7 +39,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS, try_head
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.inputs import Inputs, without_labels
 from hf_flexseq.steps.micro_batches import AddUp

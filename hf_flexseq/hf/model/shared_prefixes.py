@@ -6,11 +6,11 @@ have it.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.registry import PLANNERS
@@ -71,9 +71,9 @@ _REASONS: tuple[Callable[[nn.Module, PreTrainedModel], str | None], ...] = (
 # ---- noise that nothing announces
 
 
-def refuse_noise(base: PreTrainedModel) -> list[RemovableHandle]:
+def refuse_noise(base: PreTrainedModel) -> ExitStack:
     """Let a forward raise NotImplementedError if it draws random numbers for tokens that several
-    rows share, as an adapter or a hook may. Returns the hooks, which the caller removes."""
+    rows share, as an adapter or a hook may, until the returned stack is closed."""
     before: list[torch.Tensor] = []  # states of the generators
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -88,10 +88,10 @@ def refuse_noise(base: PreTrainedModel) -> list[RemovableHandle]:
                 "share: set shared_prefixes='off'"
             )
 
-    return [
-        base.register_forward_pre_hook(begin, with_kwargs=True),
-        base.register_forward_hook(end),
-    ]
+    hooks = ExitStack()
+    hooks.callback(base.register_forward_pre_hook(begin, with_kwargs=True).remove)
+    hooks.callback(base.register_forward_hook(end).remove)
+    return hooks
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:

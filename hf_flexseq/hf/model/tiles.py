@@ -25,22 +25,24 @@ import logging
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention.remat import checkpointed_region
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.hf.model.facts import elements
 from hf_flexseq.hf.model.mlp_trial import Place, UnknownMlps, text_layers, token_wise_places
 from hf_flexseq.hf.model.noise import noise_of_module
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.memory.tiles import TokenWise, in_tiles
 from hf_flexseq.plan import Plan
 from hf_flexseq.steps.users_code import (
@@ -162,8 +164,8 @@ class MlpTiles:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._tiled: list[_TiledMlp] | None = None  # None before the first micro-batch with tiles
-        self._hooks: list[RemovableHandle] = []
+        self._is_attached = False
+        self._attached = ExitStack()
 
     def attach_for(self, plan: Plan) -> None:
         """Let the micro-batches of a plan have their tiles, if any has them. Raises
@@ -175,7 +177,7 @@ class MlpTiles:
     def attach(self) -> None:
         """Let micro-batches have tiles from now on; see `attach_for`. A second call does
         nothing."""
-        if self._tiled is not None:
+        if self._is_attached:
             return
         found = find_mlps(self._model)
         name = type(self._model).__name__
@@ -190,37 +192,31 @@ class MlpTiles:
         )
         of_layers: dict[nn.Module, list[_TiledMlp]] = {}
         for mlp in found.mlps:
-            of_layers.setdefault(mlp.layer, []).append(_TiledMlp(mlp.module))
-        self._tiled = []
-        for layer, tiled in of_layers.items():
-            self._tiled += tiled
-            hook = _TellsTiles(tiled)
-            self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            tiled = _TiledMlp(mlp.module)
+            if _is_zero3(mlp.module):
+                self._attached.enter_context(_leaf(mlp.module))
+            self._attached.enter_context(Patch(mlp.module, forward=tiled.forward))
+            of_layers.setdefault(mlp.layer, []).append(tiled)
+        for layer, of_layer in of_layers.items():
+            hook = layer.register_forward_pre_hook(partial(_tell, of_layer), with_kwargs=True)
+            self._attached.callback(hook.remove)
+        self._is_attached = True
 
     def detach(self) -> None:
         """Give the MLPs their own forward back. A second call does nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        for tiled in self._tiled or ():
-            tiled.detach()
-        self._hooks = []
-        self._tiled = None
+        self._attached.close()
+        self._is_attached = False
 
 
-class _TellsTiles:
-    """A hook before a layer that tells its MLPs the tiles of the micro-batch."""
-
-    def __init__(self, tiled: "list[_TiledMlp]") -> None:
-        self._tiled = tiled
-
-    def __call__(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        choice = getattr(kwargs.get("seq_ctx"), "memory", None)
-        for tiled in self._tiled:
-            tiled.tiles = 1 if choice is None else choice.mlp_tiles
+def _tell(mlps: "list[_TiledMlp]", layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Tell the MLPs of a layer that is about to run the tiles of the micro-batch."""
+    choice = getattr(kwargs.get("seq_ctx"), "memory", None)
+    for mlp in mlps:
+        mlp.tiles = 1 if choice is None else choice.mlp_tiles
 
 
 class _TiledMlp:
-    """An MLP whose forward runs in tiles."""
+    """The forward of an MLP, in tiles."""
 
     def __init__(self, module: nn.Module) -> None:
         self.tiles = 1
@@ -230,20 +226,10 @@ class _TiledMlp:
         self._module = module
         self._former: Any = vars(module).get("forward")
         self._own_forward = module.forward
-        self._leaf = _Leaf(module) if _is_zero3(module) else None
+        self._is_leaf = _is_zero3(module)
         self._function = TokenWise(self._compute, self._weights)
-        module.forward = self._forward
 
-    def detach(self) -> None:
-        """Give the module its own forward back."""
-        if self._leaf is not None:
-            self._leaf.detach()
-        if self._former is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._former
-
-    def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stand for the forward of the module: [..., tokens, hidden] -> the same shape."""
         (hidden,) = (*args, *kwargs.values())
         tiles = self._tiles_of_run()
@@ -264,7 +250,7 @@ class _TiledMlp:
 
     def _compute(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the module's own forward on hidden [..., tokens, hidden] -> the same shape."""
-        if self._leaf is None:
+        if not self._is_leaf:
             result: torch.Tensor = self._own_forward(hidden)
             return result
         result = _without_hooks(self._module, self._former)(hidden)
@@ -283,25 +269,20 @@ def _is_zero3(module: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
-class _Leaf:
-    """Makes DeepSpeed gather all weights inside of a module at once.
+def _leaf(module: nn.Module) -> ExitStack:
+    """Make DeepSpeed gather all weights inside of a module at once, until the returned stack is
+    closed.
 
     DeepSpeed learns the order of modules in the first two micro-batches, and anew when it changes.
     If the first tiles come later, weights of one MLP stay gathered from forward to backward: it
     does not forget what it had found out about when to free them.
     """
+    from deepspeed.utils import set_z3_leaf_module, z3_leaf_module  # there is one here
 
-    def __init__(self, module: nn.Module) -> None:
-        from deepspeed.utils import set_z3_leaf_module, z3_leaf_module  # there is one here
-
-        self._module = module
-        self._set = set_z3_leaf_module
-        self._was_leaf: bool = z3_leaf_module(module)
-        self._set(module, True)
-
-    def detach(self) -> None:
-        """Let DeepSpeed gather the weights as before."""
-        self._set(self._module, self._was_leaf)
+    undone = ExitStack()
+    undone.callback(set_z3_leaf_module, module, z3_leaf_module(module))
+    set_z3_leaf_module(module, True)
+    return undone
 
 
 def _without_hooks(module: nn.Module, forward: types.MethodType | None = None) -> nn.Module:

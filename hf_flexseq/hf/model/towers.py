@@ -1,19 +1,24 @@
 """The tower of a vision-language model as its cost needs it: its parameters, which of them are
-trained, and its sizes.
+trained, and its sizes. And rows with tokens that stand for images, video or audio, which are
+refused where a model takes text alone.
 
 A tower is all of a model that is neither its text model nor embedding or head: the vision model
-with its projector, and towers of other modalities.
+with its projector, and towers of other modalities. Models with towers train on text, where their
+layers are those of a text model. Which of them take images is found out in `vision.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_flexseq.cost.tower import TowerShape
 from hf_flexseq.hf.model.noise import has_noise_of_its_own, noisy_option
-from hf_flexseq.hf.model.text_reader import placeholders_of
+from hf_flexseq.steps.images import TYPES, RowImages
+from hf_flexseq.steps.source_row import DrawnStep, SourceRow
 
 # Names of sizes in configurations of vision models, and a usual tower where they have none.
 _SIZES: dict[str, tuple[tuple[str, ...], int]] = {
@@ -102,7 +107,10 @@ def tower_shape(model: nn.Module) -> TowerShape | None:
     parameters = tower_parameters(model)
     config: Any = getattr(model, "config", None)
     vision = getattr(config, "vision_config", None)
-    has_tower = bool(parameters) if vision is not None else _has_token_of_images(config)
+    if vision is not None:
+        has_tower = bool(parameters)
+    else:  # the tower may have no configuration of its own, or be a part of the text model
+        has_tower = config is not None and placeholder_of(config, "image") is not None
     if not has_tower:
         return None
     sizes = {}
@@ -119,12 +127,6 @@ def tower_shape(model: nn.Module) -> TowerShape | None:
         row_numbers=streams * config.get_text_config().hidden_size,
         is_trained=any(parameter.requires_grad for parameter in parameters),
     )
-
-
-def _has_token_of_images(config: Any) -> bool:
-    """Tell if a token stands for parts of images, as in models whose tower has no configuration of
-    its own, or is a part of the text model."""
-    return config is not None and any(name.startswith("image") for name in placeholders_of(config))
 
 
 def attention_of_tower(config: Any) -> str | None:
@@ -170,3 +172,74 @@ def patch_size(config: Any) -> int:
     if isinstance(size, (list, tuple)):
         size = size[-1]
     return int(size or 14)
+
+
+# ---- models that take text alone
+
+
+# Options of a configuration that name the token instead of an image, or of a part of one.
+_PLACEHOLDERS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "audio_token_id",
+    "audio_token_index",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    """Reads rows of a model that could take images elsewhere, and takes none here."""
+
+    config: PreTrainedConfig
+    why: str
+    """Why it takes none."""
+
+    def read(self, row: SourceRow) -> SourceRow:
+        """Return a row of text as it is. Raises NotImplementedError for other tokens."""
+        what = _other_than_text(self.config, row.columns, row.names_of_images)
+        if what is not None:
+            raise NotImplementedError(f"{what}; {self.why}: train on examples of text alone")
+        return replace(row, images=RowImages(placeholders={}))
+
+    @property
+    def draws_noise(self) -> bool:
+        """Return False: there are no features."""
+        return False
+
+    def planned(self, step: DrawnStep) -> DrawnStep:
+        """Return a step, which has no images."""
+        return step
+
+
+def reader_of_text(config: PreTrainedConfig, why: str) -> TextReader | None:
+    """Return what refuses rows with other tokens than text; None for a model of text."""
+    return None if config.get_text_config() is config else TextReader(config, why)
+
+
+def placeholders_of(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the tokens that stand for parts of images, video or audio, by option."""
+    tokens = {option: getattr(config, option, None) for option in _PLACEHOLDERS}
+    return {option: token for option, token in tokens.items() if token is not None}
+
+
+def placeholder_of(config: PreTrainedConfig, modality: str) -> int | None:
+    """Return the token that stands for parts of one modality; None without one."""
+    tokens = placeholders_of(config).items()
+    return next((token for option, token in tokens if option.startswith(modality)), None)
+
+
+def _other_than_text(
+    config: PreTrainedConfig, columns: Mapping[str, torch.Tensor], names: list[str]
+) -> str | None:
+    """Return where a row has tokens of images; None for text. columns: each [tokens]."""
+    if names:
+        return f"examples have {', '.join(names)}"
+    for name in TYPES:
+        if name in columns and columns[name].any():
+            return f"{name} marks tokens of images"
+    for option, token in placeholders_of(config).items():
+        if "input_ids" in columns and (columns["input_ids"] == token).any():
+            return f"input_ids have the token {token}, config.{option}, instead of an image"
+    return None

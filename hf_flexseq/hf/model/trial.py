@@ -4,7 +4,7 @@ attention    Its attention returns empty tensors, and so do its recurrent functi
              (`recurrent.py`) and its experts, whose routing would need numbers.
 masks        In some models only the mask shows which keys a layer reads. So the meta model has a
              mask function, too. It reads the rule that transformers would have made a mask of,
-             and compares it with what would be computed of the same call (`calls.py`).
+             and compares it with what would be computed of the same call (`attention.py`).
 positions    The model is given `position_ids`, as in training. A range over as many numbers as
              there are tokens, or a running sum over a mask, counts positions nevertheless:
 
@@ -34,26 +34,26 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_flexseq.base.layers import FULL, Reach
-from hf_flexseq.hf.model.calls import Asked, UnsupportedAttention, number_of, read_call
-from hf_flexseq.hf.model.equal_models import once_for_equal_models
+from hf_flexseq.hf.model.attention import Asked, UnsupportedAttention, number_of, read_call
 from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.recurrent import (
     RecurrentCall,
-    RecurrentFunctions,
     UnsupportedRecurrence,
+    attach_recurrent,
     mixers,
 )
 from hf_flexseq.hf.model.rehearsal import (
     FAULTS,
     TOKENS,
-    Rehearsal,
     class_copy,
     in_one_line,
+    once_for_equal_models,
+    rehearse,
     row_of,
     take_users_modules,
 )
-from hf_flexseq.hf.model.sharding_kind import unsharded_class
+from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.steps.images import TYPES
 
 logger = logging.getLogger(__name__)
@@ -205,8 +205,8 @@ def _run(
         # With a mask that hides nothing, transformers does not look for documents in the row. It
         # reads the mask's numbers for recurrent layers, so these are on the CPU.
         given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.int64, device="cpu")
-        recurrent = RecurrentFunctions(tried).attached()
-        Rehearsal(tried).run(given, recurrent, without_liger(), _Counting(tried, seen))
+        listeners = (attach_recurrent(tried), without_liger(), _Counting(tried, seen))
+        rehearse(tried, given, *listeners)
     except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
     except FAULTS as error:  # The meta model itself may be at fault, while the model is fine.

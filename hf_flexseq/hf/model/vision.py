@@ -28,14 +28,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from hf_flexseq.distributed.transport import CpuGroup
-from hf_flexseq.hf.model.feature_trial import FEATURES, try_features
-from hf_flexseq.hf.model.frame_trial import VideoParts
 from hf_flexseq.hf.model.image_masks import MasksOfImages
 from hf_flexseq.hf.model.rehearsal import FAULTS
-from hf_flexseq.hf.model.text_reader import placeholders_of
+from hf_flexseq.hf.model.tower_trial import FEATURES, VideoParts, try_features
 from hf_flexseq.hf.model.towers import (
     adapters_of_towers,
     patch_size,
+    placeholders_of,
     tower_parameters,
     towers_draw_noise,
 )

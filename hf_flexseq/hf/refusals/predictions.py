@@ -9,10 +9,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_flexseq.base.refusals import Refusal, refuse
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.model.adapters import virtual_tokens_of
 from hf_flexseq.hf.model.facts import base_model, compute_dtype, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.loss_kinds import has_fused_head, has_own_loss
-from hf_flexseq.hf.model.prompts import virtual_tokens_of
 from hf_flexseq.hf.model.router import asks_for_router_loss
 
 

@@ -17,20 +17,21 @@ from hf_flexseq.base.refusals import Refusal, option, refuse, together
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
-from hf_flexseq.hf.model.adapters import unsuitable_adapter
+from hf_flexseq.hf.model.adapters import unsuitable_adapter, virtual_tokens_of
+from hf_flexseq.hf.model.checkpointing import offloading_twice, unknown_offloading
 from hf_flexseq.hf.model.liger import LOSSES
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.loss_kinds import (
     FIGURES,
+    check_own_loss,
     has_own_loss,
     is_objective,
     is_on_samples,
     is_sft,
+    own_loss_of,
     reads_logits_of_all_tokens,
     unsuitable_distillation,
 )
-from hf_flexseq.hf.model.own_loss import check_own_loss, own_loss_of
-from hf_flexseq.hf.model.prompts import virtual_tokens_of
 from hf_flexseq.hf.model.quantized_layers import outlier_threshold
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
@@ -38,8 +39,7 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.model.sync import resolve_sync
-from hf_flexseq.hf.refusals.checkpointing import offloading_twice, unknown_offloading
+from hf_flexseq.hf.model.sharding import resolve_sync
 from hf_flexseq.hf.refusals.overrides import check_overrides, has_other_compute_loss
 from hf_flexseq.steps.users_code import package
 

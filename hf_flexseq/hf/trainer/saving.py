@@ -29,6 +29,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.checkpoints.manifest import begin, finish, flush_files, is_torn
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
@@ -91,14 +92,12 @@ def saved_whole(
     finish_once()
 
 
-@contextmanager
-def _followed(owner: Any, name: str, path: Path, then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` whenever a method of an object has been given `path`.
+def _followed(owner: Any, name: str, path: Path, then: Callable[[], None]) -> Patch:
+    """Call `then` whenever a method of an object has been given `path`, inside a block.
 
     name: of the method.
     """
-    save = getattr(owner, name)
-    former = vars(owner).get(name)  # a function that the user has put on this object
+    save = getattr(owner, name)  # the user may have put one on this object
 
     def save_and_then(*args: Any, **kwargs: Any) -> None:
         save(*args, **kwargs)
@@ -106,14 +105,7 @@ def _followed(owner: Any, name: str, path: Path, then: Callable[[], None]) -> It
         if path in map(Path, given):
             then()
 
-    vars(owner)[name] = save_and_then  # on the instance, in front of its class's
-    try:
-        yield
-    finally:
-        if former is None:
-            del vars(owner)[name]
-        else:
-            vars(owner)[name] = former
+    return Patch(owner, **{name: save_and_then})
 
 
 def _remove_torn(folder: Path) -> None:

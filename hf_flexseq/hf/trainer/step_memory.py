@@ -17,8 +17,9 @@ one, and torch can take none of them back. On one process gradients, random numb
 what losses have counted would have to be put back.
 """
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,16 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from transformers import Trainer
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.checkpoints.files import write_json
 from hf_flexseq.checkpoints.manifest import read_object
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.out_of_memory import CAP, RanOut, add_note, is_out_of_memory
-from hf_flexseq.hf.trainer.trainer_numbers import TrainerNumbers
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 
 logger = logging.getLogger(__name__)
+
 
 RECORD = "flexseq_memory.json"
 """The file in `output_dir` with the lowered cap."""
@@ -51,8 +53,9 @@ class StepMemory:
         self._engine = engine
         self._lowers = False
         self._has_lowered = False  # since the last start
-        self._numbers: TrainerNumbers
-        """As they were when training began; from `lowering` on."""
+        self._restore_numbers: Callable[[], None]
+        """Gives the trainer its numbers back as they were when training began; from `lowering`
+        on."""
         self.saved: str | None = None
         """The checkpoint that this training has saved last, to be resumed from."""
 
@@ -62,12 +65,9 @@ class StepMemory:
         args = self._trainer.args
         self._lowers = args.auto_find_batch_size
         self.saved = None
-        self._numbers = TrainerNumbers(self._trainer)
-        args.auto_find_batch_size = False
-        try:
+        self._restore_numbers = _restoring_numbers(self._trainer)
+        with Patch(args, auto_find_batch_size=False):
             yield
-        finally:
-            args.auto_find_batch_size = self._lowers
 
     def take_recorded(self) -> None:
         """Begin with the cap that earlier starts of the run have left. Collective over the world.
@@ -118,12 +118,13 @@ class StepMemory:
         """Write a lowered cap; return what happened and what follows."""
         problem = self._written(ran_out.lowered)
         self._has_lowered = problem is None
+        what = ran_out.what
         line = (
-            f"{ran_out}; the next start of this run lowers the cap from {ran_out.cap:,} to "
+            f"{what}; the next start of this run lowers the cap from {ran_out.cap:,} to "
             f"{ran_out.lowered:,} tokens, as {self._record} says: go on from the newest checkpoint"
         )
         if problem is not None:
-            line = f"{ran_out}; set {CAP}={ran_out.lowered}, which could not be noted: {problem}"
+            line = f"{what}; set {CAP}={ran_out.lowered}, which could not be noted: {problem}"
         logger.error("%s", line)
         return line
 
@@ -143,7 +144,7 @@ class StepMemory:
         # Autograd keeps the graph of a backward that has failed until the next one.
         torch.zeros((), requires_grad=True).mul(1).backward()
         clear_device_cache(garbage_collection=True)  # errors and frames refer to each other
-        self._numbers.restore()  # such as TRL's sums, which have a part of the failed step
+        self._restore_numbers()  # such as TRL's sums, which have a part of the failed step
         folder = self.saved or resumed
         logger.warning("training starts again, from %s", folder or "step 0")
         return folder
@@ -172,3 +173,17 @@ def _recorded(path: Path) -> int | None:
     if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
         raise ValueError(f"{path}: {CAP} is {cap!r}, not a number of tokens: remove the file")
     return cap
+
+
+def _restoring_numbers(trainer: Any) -> Callable[[], None]:
+    """Return what gives a trainer, which may be one of TRL's, its numbers and metrics back as they
+    are now."""
+    numbers = {n: one for n, one in vars(trainer).items() if isinstance(one, int | float)}
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
+
+    def restore() -> None:
+        vars(trainer).update(numbers)
+        if metrics is not None:
+            trainer._metrics = copy.deepcopy(metrics)
+
+    return restore

@@ -19,7 +19,7 @@
 * `log`, `_maybe_log_save_evaluate`, `_finalize_training`: figures of the steps, and the loss of
   all ranks.
 * `_load_from_checkpoint` and others: checkpoints of models that are sharded when they are loaded
-  (`sharded_checkpoints.py`).
+  (`checkpoint_forms.py`).
 
 With `pipeline_parallel_size` above 1 the trainer's class becomes a subclass, which the registry
 names (`base/registry.py`).
@@ -41,6 +41,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_flexseq.base.constructor import arguments_by_name, with_argument
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.config import FlexSeqArguments, arguments_on
@@ -62,14 +63,12 @@ from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.hf.refusals.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
 from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
-from hf_flexseq.hf.trainer.collators import flexseq_collator, padded_collator
-from hf_flexseq.hf.trainer.data_order import Factors, check_factors
-from hf_flexseq.hf.trainer.resume import Resumed, choose_checkpoint
+from hf_flexseq.hf.trainer.checkpoint_forms import ShardedCheckpoints, accepted_by_trainer
+from hf_flexseq.hf.trainer.resume import Factors, Resumed, check_factors, choose_checkpoint
 from hf_flexseq.hf.trainer.saving import checkpoint_folder, saved_whole
-from hf_flexseq.hf.trainer.sharded_checkpoints import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.step_memory import StepMemory
 from hf_flexseq.hf.trainer.trainer_log import TrainerLog
-from hf_flexseq.hf.trainer.training_data import TrainingData
+from hf_flexseq.hf.trainer.training_data import TrainingData, flexseq_collator, padded_collator
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.users_code import package
 
@@ -235,7 +234,7 @@ class FlexSeqMixin(ShardedCheckpoints):
     ) -> Any:
         """Train, from a whole checkpoint if asked: True takes the newest. Raises ValueError."""
         asked, memory = resume_from_checkpoint, self._flexseq_memory
-        with self._liger_left_out(), memory.lowering():
+        with Patch(self.args, use_liger_kernel=False), memory.lowering():  # the engine puts it in
             while True:
                 resumed = choose_checkpoint(asked, self.args.output_dir, self.flexseq.communicator)
                 self._flexseq_resumed = resumed
@@ -246,16 +245,6 @@ class FlexSeqMixin(ShardedCheckpoints):
                     if not memory.can_start_again(folder):
                         raise
                 asked = memory.start_again(folder)
-
-    @contextmanager
-    def _liger_left_out(self) -> Iterator[None]:
-        """Keep the Trainer from Liger's kernels inside the block: the engine puts them in."""
-        wanted = self.args.use_liger_kernel
-        self.args.use_liger_kernel = False
-        try:
-            yield
-        finally:
-            self.args.use_liger_kernel = wanted
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
@@ -423,7 +412,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         with (
             self._flexseq_loss.evaluating(dataloader, predicts=predicts) as loader,
             self._attached(),
-            self._liger_left_out(),
+            Patch(self.args, use_liger_kernel=False),
             left_unprepared(self),
         ):
             output = super().evaluation_loop(
@@ -444,16 +433,9 @@ class FlexSeqMixin(ShardedCheckpoints):
         with self._padding(wants_predictions(self, predicts=True)):
             return super().get_test_dataloader(*args, **kwargs)
 
-    @contextmanager
-    def _padding(self, pads: bool) -> Iterator[None]:
-        """Give loaders made inside the block the collator of padded batches, if `pads`."""
-        former = self.data_collator
-        if pads:
-            self.data_collator = self._flexseq_padded
-        try:
-            yield
-        finally:
-            self.data_collator = former
+    def _padding(self, pads: bool) -> Patch:
+        """Give loaders made inside a block the collator of padded batches, if `pads`."""
+        return Patch(self, data_collator=self._flexseq_padded if pads else self.data_collator)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None

@@ -1,4 +1,6 @@
-"""The dataloader of one training, as planned steps draw from it."""
+"""The collators that replace a Trainer's own, and the dataloader of one training, as planned steps
+draw from it.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,12 +8,36 @@ from itertools import islice
 from typing import Any
 
 from transformers import Trainer
+from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 from transformers.trainer_utils import has_length
 
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import LongestLoader, batches_on_host
 from hf_flexseq.hf.engine.lookahead import draws_in_place
 from hf_flexseq.hf.model.loss_kinds import rolls_out
+from hf_flexseq.steps.collator import DataCollatorForFlexSeq, PaddedCollator
+
+
+def flexseq_collator(given: Any) -> DataCollatorForFlexSeq:
+    """Return our own collator, a new one for the Trainer's defaults, or a wrapper of `given`."""
+    if isinstance(given, DataCollatorForFlexSeq):
+        return given
+    if given is default_data_collator or type(given) is DataCollatorWithPadding:
+        ours = DataCollatorForFlexSeq()
+        if hasattr(given, "tokenizer"):
+            ours.tokenizer = given.tokenizer  # the Trainer saves it with the model
+        return ours
+    return DataCollatorForFlexSeq(given)
+
+
+def padded_collator(given: Any, ours: DataCollatorForFlexSeq) -> Any:
+    """Return the collator of padded batches: the user's own, or `PaddedCollator` for ours and
+    defaults. ours: result of `flexseq_collator(given)`."""
+    is_own = ours is not given and ours.example_collator is given
+    return given if is_own else PaddedCollator(ours)
+
+
+# ---- the dataloader
 
 
 class EpochBatches:

@@ -29,9 +29,11 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
+from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.attachments import on_micro_batches
+from hf_flexseq.hf.model.checkpointing import NonReentrant
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
     compute_dtype,
@@ -40,10 +42,9 @@ from hf_flexseq.hf.model.facts import (
 )
 from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
 from hf_flexseq.hf.model.positions import needed_columns
-from hf_flexseq.hf.model.reentrant_checkpointing import NonReentrant
 from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.hf.model.shared_prefixes import OFF
-from hf_flexseq.hf.model.text_reader import reader_of_text
+from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
@@ -107,7 +108,7 @@ class PipelineEngine(FlexSeqEngine):
 
         # 2. what the cost model of the whole is to be made for, then this rank's stage of it
         whole = model if stage_of(model) is None else class_copy(model, dtype=model.dtype)
-        self._cost_subject = setup.costs.subject(whole)
+        self._cost_subject = CostSubject.of(whole, accelerator, communicator.topology)
         self._cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step
         self.stage: Stage = stage_of(model) or cut(
@@ -214,7 +215,7 @@ class PipelineEngine(FlexSeqEngine):
             )
             attached.callback(self._pipeline.detach)
             self._undone_by_detach = attached.pop_all()
-        self._loader_settings.change()
+        self._let_every_rank_draw()
 
     def _detach_model(self) -> None:
         """Undo `_attach`. The model stays cut."""

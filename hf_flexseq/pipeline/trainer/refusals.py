@@ -10,13 +10,13 @@ from transformers import PreTrainedModel, Trainer
 from hf_flexseq.base.refusals import Refusal, option, raise_all, refuse
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.model.equal_models import code_of_model
+from hf_flexseq.hf.model.checkpointing import asks_to_offload
 from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
 from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, has_own_loss, is_on_samples
+from hf_flexseq.hf.model.rehearsal import code_of_model
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
-from hf_flexseq.hf.model.sharding_kind import has_sharded_modules
+from hf_flexseq.hf.model.sharding import has_sharded_modules
 from hf_flexseq.hf.model.trial import try_model
-from hf_flexseq.hf.refusals.checkpointing import offloads
 from hf_flexseq.steps.users_code import is_known, users_forward_hooks, users_methods
 
 ONE_STAGE = "set pipeline_parallel_size=1"
@@ -133,7 +133,7 @@ def _smoothing(case: Staged) -> str | None:
 
 
 def _offload_without_gpu(case: Staged) -> str | None:
-    if not offloads(case.trainer) or case.trainer.accelerator.device.type != "cpu":
+    if not asks_to_offload(case.trainer) or case.trainer.accelerator.device.type != "cpu":
         return None
     return "offload=True of activation checkpointing on a CPU"
 

@@ -3,6 +3,8 @@
 import torch
 from torch.nn import functional
 
+from hf_flexseq.attention import recurrent
+
 
 def convolution(x, weight, bias):
     """[tokens, channels] -> [tokens, channels]; weight [channels, W]."""
@@ -75,3 +77,20 @@ def gated_linear_from(state, q, k, v, g):
         state = decayed + k[token].unsqueeze(-1) * v[token].unsqueeze(1)
         rows.append((q[token].unsqueeze(-1) * state).sum(1))
     return torch.stack(rows), state
+
+
+LAYERS = {  # by kind: over ranks, and token by token
+    "convolution": (recurrent.causal_convolution, convolution),
+    "gated delta": (recurrent.gated_delta_rule, delta_rule),
+    "kimi delta": (recurrent.kimi_delta_rule, delta_rule),
+    "mamba2": (recurrent.mamba2_scan, mamba2),
+}
+
+
+def layer(kind, seq_ctx, *tensors, **options):
+    """A recurrent layer of this rank's rows; without a context of one whole sequence, token by
+    token."""
+    over_ranks, alone = LAYERS[kind]
+    if seq_ctx is None:
+        return alone(*tensors, **options)
+    return over_ranks(*tensors, seq_ctx, **options)

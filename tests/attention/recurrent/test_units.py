@@ -5,17 +5,17 @@ import functools
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq.attention import SequenceContext, recurrent
+from hf_flexseq.attention import SequenceContext
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
-from tests.attention.group import largest_error, nodes_of, own_rows
+from tests.attention.exact import SHARED, Case, group_of, row_by_row
+from tests.attention.group import forward_backward, largest_error, nodes_of
 from tests.attention.recurrent import stepwise
-from tests.attention.test_units import SHARED, TREES, group_of, tree, units_of
+from tests.attention.trees import TREES, tree, units_of
 from tests.device import DEVICE, own_kernel
 from tests.ranks import join, run_ranks, run_threads
 
@@ -56,13 +56,6 @@ KINDS = {
         {"A": (HEADS,), "D": (HEADS,), "dt_bias": (HEADS,)},
     ),
 }
-ACROSS_RANKS = {
-    "convolution": recurrent.causal_convolution,
-    "wide convolution": recurrent.causal_convolution,
-    "gated delta": recurrent.gated_delta_rule,
-    "kimi delta": recurrent.kimi_delta_rule,
-    "mamba2": recurrent.mamba2_scan,
-}
 
 
 def drawn(seed, shapes, tokens=()):
@@ -76,18 +69,14 @@ def computed(kind, tensors, shared, seq_ctx=None):
     of_tokens, of_all = KINDS[kind]
     x = dict(zip(of_tokens, tensors, strict=True))
     x |= zip(of_all, shared, strict=True)
-    across = [] if seq_ctx is None else [seq_ctx]
     if "convolution" in kind:
-        compute = ACROSS_RANKS[kind] if across else stepwise.convolution
-        return compute(x["x"], x["weight"], x.get("bias"), *across)
+        return stepwise.layer("convolution", seq_ctx, x["x"], x["weight"], x.get("bias"))
     if kind == "mamba2":
-        compute = ACROSS_RANKS[kind] if across else stepwise.mamba2
         given = [x["x"], x["dt"], -x["A"].exp(), x["B"], x["C"]]
         options = {"dt_bias": x["dt_bias"], "dt_softplus": True, "dt_limit": (0.01, 2.0)}
-        return compute(*given, *across, D=x["D"], **options)
-    compute = ACROSS_RANKS[kind] if across else stepwise.delta_rule
+        return stepwise.layer(kind, seq_ctx, *given, D=x["D"], **options)
     given = [x["q"], x["k"], x["v"], -0.3 * x["g"].exp(), x["beta"].sigmoid()]
-    return compute(*given, *across, l2norm=True)
+    return stepwise.layer(kind, seq_ctx, *given, l2norm=True)
 
 
 def out_shape(kind):
@@ -95,81 +84,61 @@ def out_shape(kind):
 
 
 @functools.cache
-def given(kind, names):
-    """By sequence id what is held, dout last; None of rows inside of units."""
+def given(kind, trees):
+    """By sequence id what is held, dout last."""
     shapes = {**KINDS[kind][0], "dout": out_shape(kind)}
-    return [drawn(i, shapes, (n,)) if n else None for i, n in enumerate(units_of(names)[1])]
+    return [drawn(i, shapes, (n,)) for i, n in enumerate(units_of(trees)[1])]
 
 
 @functools.cache
-def wanted(kind, names):
+def wanted(kind, trees):
     """By sequence id the output and the gradients of what is held, from every row by itself; and
-    the gradients of what all tokens share. A shared token's dout counts once for all rows."""
-    units, lengths, _ = units_of(names)
-    by_id = {unit.sequence: unit for unit in units}
+    the gradients of what all tokens share."""
+    units = {unit.sequence: unit for unit in units_of(trees)[0]}
     shared = [x.requires_grad_() for x in drawn(99, KINDS[kind][1])]
     found = []
-    for sequence, tensors in enumerate(given(kind, names)):
-        if tensors is None:
-            found.append(None)
-            continue
-        *tensors, dout = tensors
-        tensors = [x.clone().requires_grad_() for x in tensors]
-        out = torch.zeros_like(dout)
-        seen = torch.zeros(lengths[sequence], dtype=torch.bool)
-        paths = [torch.arange(lengths[sequence])]
-        if sequence in by_id:
-            layout = by_id[sequence].layout
-            paths = []
-            for _, last in by_id[sequence].rows:
-                ranges = layout.ranges(last, 0, layout.ends[last])
-                paths.append(torch.cat([torch.arange(*one) for one in ranges]))
-        total = torch.zeros((), dtype=torch.float64)
-        for path in paths:
-            of_row = computed(kind, [x[path] for x in tensors], shared)
-            new = ~seen[path]
-            seen[path] = True
-            out[path[new]] = of_row[new].detach()
-            total = total + (of_row[new] * dout[path[new]]).sum()
-        assert seen.all()
-        total.backward()
-        found.append([out, *(x.grad for x in tensors)])
+    for sequence, tensors in enumerate(given(kind, trees)):
+        if len(tensors[-1]):
+
+            def compute(own, path):
+                return computed(kind, own, shared)
+
+            found.append(row_by_row(compute, tensors, units.get(sequence)))
+        else:  # a row inside of a unit
+            found.append([tensors[-1], *tensors[:-1]])
     return found, [x.grad for x in shared]
 
 
 def run_case(rank, world_size, strategies, cases):
     communicator = join(nodes_of(world_size))
     found = {}
-    for number, (kind, names) in enumerate(cases):
+    for number, (kind, trees) in enumerate(cases):
+        units, lengths = units_of(trees)
         for place, strategy in enumerate(strategies):
             ranks = [rank] if strategy == "local" else range(world_size)
-            micro_batch, lengths = group_of(names, ranks, strategy)
+            micro_batch = group_of(Case("full", (1, 1), lengths, units), ranks, strategy)
             shard = make_shard(micro_batch, lengths, rank)
             kernel = own_kernel(torch.float64, KEYS)
             keeps = (number + place) % 3 > 0
             seq_ctx = SequenceContext(
                 shard, communicator, kernel, DEVICE, save_attention_output=keeps
             )
-            *tensors, dout = own_rows(given(kind, names), shard)
-            tensors = [x.requires_grad_() for x in tensors]
             shared = [x.requires_grad_() for x in drawn(99, KINDS[kind][1])]
 
-            def run(*tensors, kind=kind, shared=shared, seq_ctx=seq_ctx):
-                return computed(kind, [x * 1 for x in tensors], shared, seq_ctx)
+            def compute(*tensors, kind=kind, shared=shared, seq_ctx=seq_ctx):
+                return computed(kind, tensors, shared, seq_ctx)
 
-            if (number + place) % 2:
-                out = checkpoint(run, *tensors, use_reentrant=False)
-            else:
-                out = run(*tensors)
-            out.backward(dout)
-            by_sequence, _ = wanted(kind, names)
-            results = [out.detach(), *(x.grad for x in tensors)]
+            checkpointed = (number + place) % 2 > 0
+            results = forward_backward(
+                given(kind, trees), shard, compute, checkpointed=checkpointed
+            )
+            by_sequence, _ = wanted(kind, trees)
             error = largest_error(results, by_sequence, shard)
-            found[strategy, kind, names] = (error, [x.grad.tolist() for x in shared])
+            found[strategy, kind, trees] = (error, [x.grad.tolist() for x in shared])
     return found
 
 
-def assert_exact(by_rank, *, alone=False):
+def assert_exact(by_rank):
     worst = {}
     for case in by_rank[0]:
         errors = [found[case][0] for found in by_rank]
@@ -177,34 +146,26 @@ def assert_exact(by_rank, *, alone=False):
             parts = [
                 torch.tensor(found[case][1][number], dtype=torch.float64) for found in by_rank
             ]
-            total = parts[0] if alone else sum(parts)
-            errors.append(float((total - exact.cpu()).abs().max()))
+            errors.append(float((sum(parts) - exact.cpu()).abs().max()))
         worst[case] = max(errors)
     assert {case: error for case, error in worst.items() if not error <= 1e-10} == {}
 
 
-TOGETHER = tuple(ALL)
+TOGETHER = tuple(ALL.values())
 CASES = [(kind, TOGETHER) for kind in KINDS]
-ONE_BY_ONE = [(kind, (name,)) for kind in ("convolution", "gated delta") for name in ALL]
+ONE_BY_ONE = [(kind, (one,)) for kind in ("convolution", "gated delta") for one in TOGETHER]
 
 
-@pytest.fixture(autouse=True)
-def trees(monkeypatch):
-    for name, made in ALL.items():
-        monkeypatch.setitem(TREES, name, made)
-
-
+@pytest.mark.slow
 @pytest.mark.on_device
 def test_units_are_exact_on_one_rank():
     cases = [*CASES, *ONE_BY_ONE]
-    assert_exact(run_threads(run_case, 1, ["local"], cases, seconds=100), alone=True)
+    assert_exact(run_threads(run_case, 1, ["local"], cases, seconds=100))
 
 
+@pytest.mark.slow
 @pytest.mark.on_device
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.nightly), 3, 4])
 def test_units_are_exact_under_every_strategy(world_size):
     cases = [*CASES, *ONE_BY_ONE[world_size::3]]
     assert_exact(run_threads(run_case, world_size, SHARED, cases, seconds=200))

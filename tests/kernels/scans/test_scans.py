@@ -57,6 +57,7 @@ def test_a_scan_is_the_recurrence_token_by_token(kind):
             close(got, want)
 
 
+@pytest.mark.slow
 @with_package
 @of_all
 def test_summaries_say_what_a_segment_does_to_any_state(kind):

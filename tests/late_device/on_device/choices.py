@@ -7,7 +7,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from tests.hf.test_shared_prefixes import conversations
 from tests.hf.test_step_memory import RunsOut, cap_after
 from tests.hf.test_trainer import logged
@@ -16,7 +15,7 @@ from tests.hf.tiny import documents, tiny_llama
 from tests.hf.vision import tiny_vision_model, vision_examples
 from tests.hf.vision_runs import VIDEOS, frozen
 from tests.late_device.install import ops
-from tests.late_device.on_device.conftest import SETTINGS
+from tests.late_device.on_device.trainers import trained, trainer
 from tests.no_graph import without_graphs
 
 LENGTHS = [5, 33, 8, 21, 60, 2, 9, 17, 30, 4, 12, 50]
@@ -79,31 +78,20 @@ RUNS = {
 EVERY_TIME = ("a tower made again", "shared prefixes, checkpointed")
 
 
-def trained(folder, name, *, use_cpu):
-    """Losses and parameters of two steps."""
+def losses_and_parameters(folder, name, *, use_cpu):
+    """Of two steps. By SGD: updates are in proportion to gradients."""
     make_model, make_rows, options = RUNS[name]
-    options = dict(options)
+    options = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, **options}
     with ExitStack() as stack:
         if not options.pop("keeps_graph", True):
             stack.enter_context(without_graphs())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         if "part_patches" in options:
             patch.setattr(PART, options.pop("part_patches"))
-        settings = SETTINGS | {"output_dir": str(folder), "max_steps": 2, "use_cpu": use_cpu}
-        settings |= {
-            "optim": "sgd",
-            "learning_rate": 0.1,
-        }  # updates are in proportion to gradients
-        made = FlexSeqTrainer(
-            model=make_model(),
-            args=FlexSeqConfig(**settings | options),
-            train_dataset=make_rows(),
-            data_collator=DataCollatorForFlexSeq(),
-        )
         ops.reset_counts()
-        made.train()
-    parameters = {name: p.detach().cpu() for name, p in made.model.named_parameters()}
-    return logged(made.state.log_history, "loss"), parameters
+        options |= {"model": make_model(), "rows": make_rows(), "use_cpu": use_cpu}
+        losses, _, parameters = trained(folder, **options)
+    return losses, parameters
 
 
 @pytest.mark.parametrize(
@@ -114,8 +102,8 @@ def trained(folder, name, *, use_cpu):
     ],
 )
 def test_it_trains_as_on_a_cpu(tmp_path, name):
-    losses, wanted = trained(tmp_path, name, use_cpu=True)
-    found_losses, found = trained(tmp_path, name, use_cpu=False)
+    losses, wanted = losses_and_parameters(tmp_path, name, use_cpu=True)
+    found_losses, found = losses_and_parameters(tmp_path, name, use_cpu=False)
     assert len(losses) == 2
     assert ops.counts()["copies to the host"] == 2  # flags of what is not finite, once a step
     assert found_losses == pytest.approx(losses, rel=1e-5)
@@ -128,16 +116,8 @@ def test_training_that_ran_out_of_memory_starts_again(tmp_path):
 
     def losses(name, cap, *failing):
         fault = RunsOut(*failing, where="backward")
-        settings = SETTINGS | {"output_dir": str(tmp_path / name), "max_steps": 2}
-        made = FlexSeqTrainer(
-            model=tiny_llama(torch.float32),
-            args=FlexSeqConfig(
-                **settings | {"max_tokens_per_rank": cap, "auto_find_batch_size": True}
-            ),
-            train_dataset=text(),
-            data_collator=DataCollatorForFlexSeq(),
-            callbacks=[fault],
-        )
+        options = {"max_steps": 2, "max_tokens_per_rank": cap, "auto_find_batch_size": True}
+        made = trainer(tmp_path / name, rows=text(), callbacks=[fault], **options)
         with fault.planted():
             made.train()
         assert fault.times == 1 - len(failing)

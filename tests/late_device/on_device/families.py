@@ -85,7 +85,7 @@ def run_family(make, lengths, plans, *, mode):
                 gradients[name] = parameter.grad
             model.zero_grad()
             results.append((total, gradients))
-        recurrent.detach()
+        recurrent.close()
         return results
 
     of_ranks = LateHub(TWO_NODES.world_size).run(run)

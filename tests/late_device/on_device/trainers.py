@@ -25,15 +25,16 @@ LENGTHS = [5, 33, 8, 21, 60, 2, 9, 17, 30, 4, 12, 50] * 2
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("in_torch")]
 
 
-def trainer(folder, *, use_cpu=False, model=None, **options):
+def trainer(folder, *, model=None, rows=None, callbacks=(), **options):
     """A trainer of four steps of several micro-batches each."""
-    settings = SETTINGS | {"output_dir": str(folder), "max_steps": 4, "use_cpu": use_cpu}
+    settings = SETTINGS | {"output_dir": str(folder), "max_steps": 4}
     return FlexSeqTrainer(
         model=model or tiny_llama(torch.float32),
         args=FlexSeqConfig(**settings | options),
-        train_dataset=documents(LENGTHS),
+        train_dataset=rows or documents(LENGTHS),
         eval_dataset=documents([5, 9, 30, 7], seed=3),
         data_collator=DataCollatorForFlexSeq(),
+        callbacks=list(callbacks),
     )
 
 
@@ -125,23 +126,14 @@ def test_predictions_come_in_order(tmp_path):
 def test_a_frozen_tower_encodes_images_ahead(tmp_path):
     """On a stream of its own, and with losses as on a CPU."""
     examples = vision_examples("qwen3_vl", [1, 0, 2, 1, 1, 0, 3, 1])
-    found = {}
-    for device in ("cpu", "cuda"):
+    of_cpu, of_device = [], []
+    for found, use_cpu in ((of_cpu, True), (of_device, False)):
         model = frozen(tiny_vision_model("qwen3_vl"), "tower").float()
-        made = FlexSeqTrainer(
-            model=model,
-            args=FlexSeqConfig(
-                **SETTINGS | {"output_dir": str(tmp_path), "max_steps": 3},
-                use_cpu=device == "cpu",
-                lookahead=1,
-            ),
-            train_dataset=examples,
-            data_collator=DataCollatorForFlexSeq(),
-        )
-        made.train()
-        found[device] = logged(made.state.log_history, "loss")
-    assert len(found["cpu"]) == 3
-    assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4)
+        options = {"model": model, "rows": examples, "max_steps": 3, "lookahead": 1}
+        losses, *_ = trained(tmp_path, use_cpu=use_cpu, **options)
+        found += losses
+    assert len(of_cpu) == 3
+    assert of_device == pytest.approx(of_cpu, rel=1e-4)
 
 
 class Noisy(torch.nn.Linear):

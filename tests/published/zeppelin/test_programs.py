@@ -9,20 +9,13 @@ from dataclasses import replace
 import pytest
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.program.compile import (
-    BACKWARD,
-    BACKWARD_OF_ROWS,
-    FORWARD,
-    Machine,
-    MicroBatchLayout,
-    compile_program,
-)
+from hf_flexseq.program.compile import BACKWARD
 from hf_flexseq.program.instructions import LayerShape
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.plans import group, plan_of_groups, random_plan
 from tests.program.check import ProgramError, check
+from tests.program.rank_programs import programs_of
 from tests.published.zeppelin.gainful_passes import Always
 
 SHAPE = LayerShape(query_heads=4, kv_heads=2, head_dim=8, dtype="float64")
@@ -52,23 +45,6 @@ def zeppelin_plan(ranks, nodes, rng):
     return plan_of_groups(lengths, *micro_batches)
 
 
-def compiled(micro_batch, lengths, topology, passes):
-    """The programs of all ranks, by what they do."""
-    machine = Machine(topology=topology, device="cpu", wide_gradients=True)
-    shards = passes.shards(micro_batch, lengths)
-    found = {FORWARD: {}, BACKWARD: {}, BACKWARD_OF_ROWS: {}}
-    for rank in range(topology.world_size):
-        shard = shards[rank] if shards else make_shard(micro_batch, lengths, rank)
-        parts = MicroBatchLayout(shard, machine).parts
-        rewrite = passes.of_programs(shard, machine)
-        forward = None
-        for what in found:
-            program = compile_program(parts, what, SHAPE, forward)
-            forward = forward or program
-            found[what][rank] = rewrite(program, what, SHAPE)
-    return found
-
-
 @pytest.mark.parametrize("remap", [False, True])
 @pytest.mark.parametrize(
     ("nodes", "ranks", "plans"),
@@ -87,8 +63,9 @@ def test_programs_end_on_the_strictest_transport(nodes, ranks, plans, remap):
     for _ in range(plans):
         plan = zeppelin_plan(ranks, nodes, rng)
         for micro_batch in plan.micro_batches:
-            plain = compiled(micro_batch, plan.lengths, topology, straight)
-            for what, programs in compiled(micro_batch, plan.lengths, topology, routing).items():
+            given = (micro_batch, plan.lengths, topology, SHAPE)
+            plain = programs_of(*given, device="cpu", passes=straight)
+            for what, programs in programs_of(*given, device="cpu", passes=routing).items():
                 check(programs, SHAPE)
                 before = sum(program.messages for program in plain[what].values())
                 routed += sum(program.messages for program in programs.values()) > before
@@ -100,7 +77,8 @@ def test_a_packet_that_is_sent_across_is_not_read_before_it_arrives():
     topology = Topology(nodes=2, ranks_per_node=2)
     plan = zeppelin_plan(4, 2, random.Random(0))
     passes = Always(topology, remap=False)
-    programs = compiled(plan.micro_batches[0], plan.lengths, topology, passes)[BACKWARD]
+    given = (plan.micro_batches[0], plan.lengths, topology, SHAPE)
+    programs = programs_of(*given, device="cpu", passes=passes)[BACKWARD]
     check(programs, SHAPE)
     late = programs[0]
     posts = [one.constants for one in late.instructions if one.operation == "post"]
