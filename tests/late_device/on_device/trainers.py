@@ -166,5 +166,4 @@ def test_a_model_is_proven_in_bfloat16():
     assert found["control"]["what"] == "bfloat16 on one process, from float32"
     assert found["control"]["gradient"] > 0
     assert all(step["holds"] for step in found["steps"].values())
-    assert all(found["faults"].values())
     assert not [line for line in found["not_proven"] if "kernels of GPUs" in line]
