@@ -23,9 +23,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter
 from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
 from hf_flexseq.hf.model.facts import adapters_beside_shards
-from tests.budget import others_nightly
 from tests.hf.experts import (
-    ATTENTION,
     LAYOUTS,
     Training,
     errors_of_steps,
@@ -74,7 +72,7 @@ def errors(rank, world_size, wanted, layout, options):
 
 
 ROUTER_LOSS = {"router_loss": True}
-ON_EXPERTS, ON_BOTH = {"adapted": ()}, {"adapted": ATTENTION}
+ON_EXPERTS = {"adapted": ()}
 # By number of ranks: layout, family, options of `one_process_of` and of `errors_of_steps`.
 RUNS = {
     2: [
@@ -87,13 +85,9 @@ RUNS = {
         ("2 replicas", "DeepseekV3", {}, {"steps": 1}),
     ],
 }
-ADAPTED = {4: [("4 ranks in 2 groups", "Qwen3Moe", ON_BOTH, {"steps": 1})]}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "runs"),
-    [*RUNS.items(), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ADAPTED.items())],
-)
+@pytest.mark.parametrize(("world_size", "runs"), RUNS.items())
 def test_float64_gradients_equal_one_process(tmp_path, world_size, runs):
     cases = []
     for layout, family, kind, options in runs:
@@ -107,20 +101,18 @@ def test_float64_gradients_equal_one_process(tmp_path, world_size, runs):
 # ---- trainers
 
 # SFT has a router loss, and evaluates; GRPO generates.
-OFTEN = (
+TRAININGS = (
     Training(kind="sft", steps=2),
     Training(kind="dpo", steps=1, adapter="attention and experts", is_retrained=True),
     Training(kind="grpo", steps=1),
 )
-TRAININGS = (*OFTEN, Training(kind="sft", steps=2, adapter="attention and experts"))
 
 
-@pytest.mark.parametrize("trainings", others_nightly([OFTEN, TRAININGS], tried=[OFTEN]))
-def test_trainers_equal_the_plain_ones(tmp_path, trainings):
+def test_trainers_equal_the_plain_ones(tmp_path):
     """In one process where it can be: ranks draw different completions."""
     save(Training(kind="plain"), tmp_path)
     # a run by ranks comes last, as among the plain ones below
-    trainings = sorted(trainings, key=lambda one: one.is_of_ranks)
+    trainings = sorted(TRAININGS, key=lambda one: one.is_of_ranks)
     ours = run_cases(train, 2, [(tmp_path, one, TWO) for one in trainings], seconds=120)
     by_ranks = [one for one in trainings if one.is_of_ranks]
     alone = [one for one in trainings if not one.is_of_ranks]

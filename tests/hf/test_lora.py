@@ -24,7 +24,6 @@ LAYERS = ["q_proj", "v_proj", "down_proj"]
 BOTH_ENDS = ["embed_tokens", "lm_head"]
 KINDS = {
     "dora": {"use_dora": True},
-    "rslora": {"use_rslora": True},
     "saved": {"modules_to_save": BOTH_ENDS},
     "tied, saved": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     "loraplus": {},

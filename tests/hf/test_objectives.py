@@ -45,28 +45,22 @@ CENTERED = {"center_rewards_coefficient": 0.1}
 MARGINS = {"margin": [0.0, 0.5, 1.25]}
 CASES = {
     "dpo": Case(kind="dpo", steps=2, evaluates=True),
-    "dpo, accumulated": Case(kind="dpo", steps=2, accumulation=2, settings={"loss_type": "ipo"}),
     # the last step ends an epoch that does not fill it: KTO's loss leaves out who has repeats
     "kto": Case(kind="kto", accumulation=2, rows=21, evaluates=True, lookahead=4),
     "reward": Case(kind="reward", steps=2, evaluates=True, settings=CENTERED, columns=MARGINS),
     "grpo": Case(kind="grpo", steps=2, accumulation=2, evaluates=True, settings=ADAPTIVE),
-    "rloo": Case(kind="rloo", steps=2, accumulation=2),
     "sequences": Case(kind="sequences", steps=2, evaluates=True),
     "tokens": Case(kind="tokens", steps=2, accumulation=2, evaluates=True),
 }
 
 
-# KTO and GRPO accumulate, and RLOO samples as GRPO does: the others run with `-m nightly`.
-OFTEN = ("dpo", "kto", "reward", "grpo", "sequences", "tokens")
-
-
+# Others are those of `test_every_objective.py`.
 @pytest.mark.processes
-@pytest.mark.parametrize("names", others_nightly([OFTEN, tuple(CASES)], tried=[OFTEN]))
-def test_two_ranks_train_as_the_plain_trainers_do(tmp_path, names):
+def test_two_ranks_train_as_the_plain_trainers_do(tmp_path):
     save_inputs(tmp_path)
+    tried = CASES
     if is_older("trl", FUSED_HEAD_FROM):
-        names = ("reward", "sequences", "tokens")
-    tried = {name: CASES[name] for name in names}
+        tried = {name: CASES[name] for name in ("reward", "sequences", "tokens")}
     by_case = run_cases(compare, 2, [(tmp_path, case) for case in tried.values()], seconds=300)
     for (name, case), by_rank in zip(tried.items(), by_case, strict=True):
         for apart in by_rank:

@@ -18,7 +18,6 @@ from hf_flexseq.hf.losses.outputs import PlannedOutput
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels import chunked_loss
 from hf_flexseq.kernels.token_outputs import token_outputs
-from tests.budget import others_nightly
 from tests.differential.case import Case
 from tests.differential.runs import both_on_ranks
 from tests.hf.random_steps import whole
@@ -214,7 +213,6 @@ SETTINGS = {**DATA, "learning_rate": 0.1}
 PLAIN = Case(settings=SETTINGS | FUNCTION, evaluates=True)
 IN_TWO = {"batch": 2, "accumulation": 2}
 CASES = {
-    "function": PLAIN,
     "accumulated": replace(PLAIN, batch=8, accumulation=2, stock_settings=IN_TWO),
     "class": replace(PLAIN, base=Focal, settings=SETTINGS),
     "scaled": replace(PLAIN, model=scaled),
@@ -226,14 +224,9 @@ def make(folder, *, flexseq=OPTIONS, base=Trainer, model=tiny_llama, **settings)
     return trainer_of(base, folder, flexseq=flexseq, model=model(), **settings)
 
 
-# What is accumulated is the function, too, over more batches.
-OFTEN = ("accumulated", "class", "scaled")
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("names", others_nightly([OFTEN, ("function",)], tried=[OFTEN]))
-def test_own_losses_train_as_the_plain_trainer_does(tmp_path, names):
-    for name, stock, ours in both_on_ranks({name: CASES[name] for name in names}, tmp_path):
+def test_own_losses_train_as_the_plain_trainer_does(tmp_path):
+    for name, stock, ours in both_on_ranks(CASES, tmp_path):
         assert weights_apart(stock, ours) < 1e-9, name
         assert_logged_alike(stock, ours, ["loss", "eval_loss"], rel=1e-6)
 
