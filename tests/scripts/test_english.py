@@ -33,7 +33,7 @@ HABITS = {
 PAGES, DOCSTRINGS = "docs/*.md", "hf_flexseq/**/*.py"
 BUDGETS = {
     PAGES: (0.05, 0.15, 0.05, 0.05, 0.15, 0.4, 0.25, 0.25, 0.05, 0.2),
-    DOCSTRINGS: (1.65, 4.75, 0.5, 0.6, 1.2, 0.65, 0.6, 0.3, 0.65, 1.3),
+    DOCSTRINGS: (0.05, 0.05, 0.05, 0.4, 0.9, 0.4, 0.45, 0.2, 0.5, 0.95),
 }
 BAD = """Those of rank 0 stand in one that says what it is, since bytes of a token are of its own;
 there is a row, and rows come by themselves."""
