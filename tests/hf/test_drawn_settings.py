@@ -2,7 +2,7 @@
 refused in one line: never another result in silence.
 
 A few draws run with the other tests, 300 with `pytest -m nightly`. A draw that fails says its
-number, and `python -m tests.hf.drawn_settings --seed N --reduce` finds the smallest part of it that
+number; `python -m tests.hf.drawn_settings --seed N --reduce` finds the smallest part that
 fails.
 """
 

@@ -8,6 +8,6 @@ ranks: by the stock trainer and with hf_flexseq.
     verdicts.py   what a comparison of both trainings comes to
     run.py        the two trainings of a case, on forked ranks
 
-    DRAWN_SEEDS=17,18 pytest -s tests/hf/test_drawn_settings.py      draws again, with verdicts
-    judge(replace(draw(17), changes=()))                             one with less in it
+    python -m tests.hf.drawn_settings --seed 17 --reduce      the part of a draw that fails
+    python -m tests.hf.drawn_settings --first 0 --count 300
 """
