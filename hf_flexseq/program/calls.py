@@ -46,24 +46,20 @@ class CallsZone:
     the replay of a checkpointed layer has them, too.
     """
 
-    __slots__ = ("calls", "rows")
+    __slots__ = ("_merges", "calls", "rows")
 
     def __init__(self, rows: slice, calls: Sequence[RowsCall] = ()) -> None:
         """rows: of the sequences, among the rank's rows. calls: the first ones read every row
         once, as queries, in order."""
         self.rows = rows
         self.calls = tuple(calls)
-
-    @property
-    def _queries(self) -> int:
-        """Queries of all calls: more than rows if results are merged."""
-        return sum(one.queries.tokens for one in self.calls)
+        queries = sum(one.queries.tokens for one in self.calls)
+        self._merges = not self.calls or queries > rows.stop - rows.start
 
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:
         """Return out [tokens, heads, head_dim], and save q, k, v, out, lse [heads, tokens]."""
-        joins = bool(self.calls) and self._queries == q.rows
         running = RunningResult(b, q)
         outs = []
         lses = []
@@ -73,14 +69,14 @@ class CallsZone:
             yield number / len(self.calls)
             keys, values = b.take_all((k, v), one.keys)
             out, lse = b.attend(b.take(q, one.queries), keys, values, one.call)
-            if joins:
+            if self._merges:
+                running.take(one.queries, (out, b.turned(lse)), first=read < q.rows)
+                read += one.queries.tokens
+            else:
                 outs.append(out)  # [tokens of the call, heads, head_dim]
                 lses.append(lse)  # [heads, tokens of the call]
-            else:
-                running.take(one.queries, (out, b.turned(lse)), first=read < q.rows)
-            read += one.queries.tokens
-        whole_out = b.join(outs) if joins else running.out
-        whole_lse = b.join(lses, dim=1) if joins else b.turned(running.lse)
+        whole_out = running.out if self._merges else b.join(outs)
+        whole_lse = b.turned(running.lse) if self._merges else b.join(lses, dim=1)
         if sinks is not None:
             sinks.apply(b, whole_out, whole_lse)
         whole_out = b.cast(whole_out, INPUT)
@@ -94,8 +90,7 @@ class CallsZone:
         q, k, v, out, lse = saved
         if sinks is not None:
             sinks.add_gradient(b, dout, out, lse)
-        joins = bool(self.calls) and all(one.keys == one.queries for one in self.calls)
-        joins = joins and self._queries == q.rows
+        joins = not self._merges and all(one.keys == one.queries for one in self.calls)
         parts: list[Values] = []
         totals = [Total(b, x) for x in (q, k, v)]
         for number, one in enumerate(self.calls):
