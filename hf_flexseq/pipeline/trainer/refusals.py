@@ -21,7 +21,7 @@ from hf_flexseq.steps.users_code import is_known, users_forward_hooks, users_met
 
 ONE_STAGE = "set pipeline_parallel_size=1"
 
-# Methods that a pipeline replaces (`pipeline/trainer.py`), or never calls.
+# Methods that a pipeline replaces (`pipeline/trainer/mixin.py`), or never calls.
 REPLACED = (
     "_wrap_model",
     "floating_point_ops",
