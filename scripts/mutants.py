@@ -426,7 +426,7 @@ class Runner:
         return [test for *_, test in sorted(ranked)]
 
     def find_killers(self, index: int) -> dict[str, Any]:
-        """Run tests on a mutant, and return what they have done to it."""
+        """Run tests on a mutant, and return its state and killers."""
         mutant = self.mutants[index]
         order = self.order(index)
         module = compiled(mutant.file, mutant.source())

@@ -1,8 +1,8 @@
-"""The one way in which attributes of objects that are not ours are replaced: on the object itself,
-in front of those of its class, for as long as a block runs or until an ExitStack is closed.
+"""The one way to replace attributes of objects that are not ours: on the object itself, where they
+hide the class's attributes, for as long as a block runs or until an ExitStack is closed.
 
-A patch is taken back only if it still stands there: what somebody else has put in its place since
-stays. Rejected: a generator (`contextlib.contextmanager`), which would take the patch back when it
+A patch is undone only if it is still in place: a later replacement by somebody else stays.
+Rejected: a generator (`contextlib.contextmanager`), which would take the patch back when it
 is forgotten.
 """
 
@@ -27,7 +27,8 @@ class Patch:
 
     def __exit__(self, *error: object) -> None:
         for name, value in self._values.items():
-            if vars(self._owner).get(name) is not value:
+            own = vars(self._owner)
+            if name not in own or own[name] is not value:
                 continue
             if name in self._former:
                 setattr(self._owner, name, self._former[name])

@@ -185,6 +185,11 @@ class UnitLayout:
         return pairs
 
 
+def plain_layout(tokens: int) -> UnitLayout:
+    """Return the layout of a plain sequence: a unit of one node."""
+    return UnitLayout((Node(ROOT, tokens),))
+
+
 @functools.lru_cache(maxsize=1024)
 def layout_of(nodes: tuple[Node, ...]) -> UnitLayout:
     """Return the places of nodes, which are found once."""

@@ -92,7 +92,7 @@ class CallsZone:
             sinks.add_gradient(b, dout, out, lse)
         joins = not self._merges and all(one.keys == one.queries for one in self.calls)
         parts: list[Values] = []
-        totals = [Total(b, x) for x in (q, k, v)]
+        dq, dk, dv = (Total(b, x) for x in (q, k, v))
         for number, one in enumerate(self.calls):
             # The last call begins at 1, under the last gradients that other zones send back.
             yield (number + 1) / len(self.calls)
@@ -103,13 +103,12 @@ class CallsZone:
             if joins:
                 parts.append(grads)
                 continue
-            for total, rows, grad in zip(
-                totals, (one.queries, one.keys, one.keys), grads, strict=True
-            ):
-                total.add(rows, (grad,), repeats=one.repeats_keys and rows is one.keys)
+            dq.add(one.queries, grads[:1])
+            for total, grad in zip((dk, dv), grads[1:], strict=True):
+                total.add(one.keys, (grad,), repeats=one.repeats_keys)
         if joins:
             return tuple(b.join(of_one) for of_one in zip(*parts, strict=True))
-        return tuple(total.value() for total in totals)
+        return dq.value(), dk.value(), dv.value()
 
     def backward_of_rows(
         self, b: Builder, rows: LayerRows, sinks: Sinks | None = None

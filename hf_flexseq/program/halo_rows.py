@@ -18,13 +18,12 @@ from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.attention_schedule import ChunkKey
-from hf_flexseq.plan.units import ROOT, Node, UnitLayout, layout_of
+from hf_flexseq.plan.blocks import Range
+from hf_flexseq.plan.units import UnitLayout, plain_layout
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.halo import ChunkMessage, HaloZone
 from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.ring_steps import ZoneLayout
-
-Range = tuple[int, int]  # tokens [start, stop) of a sequence, or rows
 
 
 class Part(NamedTuple):
@@ -103,8 +102,7 @@ class _Reader:
         self._is_plain = [tree is None for tree in trees]
         self._trees = []
         for cut, tree in zip(layout.cuts, trees, strict=True):
-            plain = (Node(ROOT, cut.bounds[-1]),)
-            self._trees.append(layout_of(plain) if tree is None else tree)
+            self._trees.append(plain_layout(cut.bounds[-1]) if tree is None else tree)
 
     def _pieces(self, sequence: int, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield the pieces of a sequence that a rank holds, in the order of its rows: a node, and

@@ -24,11 +24,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
-from hf_flexseq.plan.units import ROOT, Node, UnitLayout, layout_of
+from hf_flexseq.plan.blocks import Range
+from hf_flexseq.plan.units import UnitLayout, plain_layout
 from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
-
-Range = tuple[int, int]  # rows [start, stop)
 
 
 class RowsCall(NamedTuple):
@@ -87,7 +86,7 @@ def _call_of_paths(
     k_lens: list[int] = []
     offset = 0
     for length, tree in zip(lengths, trees, strict=True):
-        unit = layout_of((Node(ROOT, length),)) if tree is None else tree
+        unit = plain_layout(length) if tree is None else tree
         for node, (before, end) in enumerate(zip(unit.before, unit.ends, strict=True)):
             for span in reach.spans(before, end):
                 q_lens.append(span.queries)

@@ -59,7 +59,7 @@ class TokenPredictions:
         self._trainer = trainer
         self._engine = engine
         self._function = trainer.preprocess_logits_for_metrics
-        # A loss of the user's is that of the Trainer's own step, on all of a batch's samples.
+        # The Trainer's own step computes a loss of the user's, on all of a batch's samples.
         self._has_own_loss = has_own_loss(trainer)
         self._with_loss = "loss" in trainer.args.include_for_metrics and not self._has_own_loss
         self._chunked: ChunkedLoss | None = None

@@ -50,7 +50,7 @@ def offloads(module: nn.Module) -> bool:
 
 
 def options_of(layer: nn.Module) -> dict[str, Any]:
-    """Return the user's options of torch's checkpoint; ours where there are none."""
+    """Return the user's options for torch's checkpoint, or ours without any."""
     options = getattr(getattr(layer, FUNCTION, None), "keywords", None)
     return dict(options or CHECKPOINT.keywords)
 

@@ -61,7 +61,7 @@ class LayerMemory:
         """The store, once anything has gone to the host."""
         self._save_attention_output = save_attention_output
         self._make_store = make_store
-        self._told = ExitStack()  # what the layers do in the call that runs now
+        self._told = ExitStack()  # patches of the layers in the running call
         decoder = decoder_of(model)
         if decoder is not None and reason_not_told(model, decoder) is None:
             self._decoder = decoder
