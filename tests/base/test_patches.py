@@ -1,19 +1,34 @@
-"""Patches of an object's attributes, and what is left of them."""
+"""A patch stands on the object itself, and goes unless somebody else has put something there."""
+
+from types import SimpleNamespace
 
 from hf_flexseq.base.patches import Patch
 
 
-class Owner:
-    of_class = 1
+class Layer:
+    def forward(self):
+        return "own"
 
 
-def test_a_patch_is_undone_unless_somebody_has_put_something_else_there():
-    owner = Owner()
-    owner.own = 2
-    with Patch(owner, of_class=10, own=20, new=30):
-        assert (owner.of_class, owner.own, owner.new) == (10, 20, 30)
-    assert vars(owner) == {"own": 2}
-    with Patch(owner, own=20, new=None):
-        owner.own = 3
-        del owner.new
-    assert vars(owner) == {"own": 3}
+def test_an_object_gets_back_what_it_had_of_its_own_and_of_its_class():
+    layer = Layer()
+    layer.flag = False
+    with Patch(layer, forward=lambda: "ours", flag=True):
+        assert layer.forward() == "ours"
+        assert layer.flag
+    assert layer.forward() == "own"
+    assert vars(layer) == {"flag": False}
+
+
+def test_what_somebody_else_has_set_since_stays():
+    args = SimpleNamespace(kept=1, removed=2, emptied=3)
+    with Patch(args, kept=3, removed=4, emptied=None):
+        args.kept = 5
+        del args.removed, args.emptied
+    assert vars(args) == {"kept": 5}
+
+
+def test_a_patch_that_is_forgotten_stays():
+    layer = Layer()
+    Patch(layer, forward=lambda: "ours").__enter__()
+    assert layer.forward() == "ours"
