@@ -1,55 +1,196 @@
-"""No layer makes the host wait for the device: attention of every strategy, the chunks of a
-pipeline, the loss and a model, forward and backward, on tensors without data."""
+"""No attention layer makes the host wait for the device, forward and backward: every strategy, and
+the chunks of a pipeline, on the device `meta`, which has shapes but no data.
 
-from contextlib import nullcontext
+`NoHostSync` sees every operation of a run, and refuses those that on CUDA make the host wait.
+`alone` makes one rank of a job whose transfers end at once and move nothing.
+"""
+
+import sys
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import (
     SequenceContext,
-    recurrent,
     remat,
     replay,
     sequence_parallel_attention,
     uploads,
 )
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.hf.model.attention import NAME
-from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.kernels import chunked_loss, fused_operations
-from hf_flexseq.kernels.scans import grid
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import Capabilities, Lane, own_part
+from hf_flexseq.kernels import fused_operations
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
-from hf_flexseq.pipeline.executor import PipelineExecutor
-from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import heads, ulysses
-from hf_flexseq.steps.inputs import inputs_of
-from tests.hf.tiny import VOCAB, tiny_llama
-from tests.kernels.reference import Reference
-from tests.no_sync import META, HostSync, NoHostSync, alone
-from tests.pipeline import test_executor as pipeline
-from tests.pipeline.test_exactness import columns_of
 from tests.pipelines import chunk_of
 from tests.plans import NESTED, one_group
 from tests.published.zeppelin.gainful_passes import Always
+
+META = torch.device("meta")
+
+aten = torch.ops.aten
+
+# The shape of the result, or a number for the host, depends on data of the device.
+_READ_BY_THE_HOST = {
+    aten._local_scalar_dense,  # item, tolist, float, bool, int
+    aten.equal,
+    aten.is_nonzero,
+    aten.masked_select,
+    aten.nonzero,
+    aten._unique2,
+    aten.unique_consecutive,
+    aten.unique_dim,
+}
+_COPIES = {aten._to_copy, aten.copy_}
+
+
+class HostSync(Exception):
+    """Raised by what would make the host wait."""
+
+
+class NoHostSync:
+    """Surrounds a run, and raises HostSync in it for
+
+    * numbers and shapes that the host reads from the device, and copies to the host;
+    * a tensor of the host with dimensions, beside tensors of the device: it would be copied;
+    * a tensor on the device, or an index of one, that is made of a list;
+    * a copy to the device that is not one of `to_device`, which alone pins what it copies.
+    """
+
+    def __init__(self):
+        self._modes = ExitStack()
+        self._operations = _Operations()
+
+    def __enter__(self):
+        self._modes.enter_context(_Calls())
+        self._modes.enter_context(self._operations)
+        return self
+
+    def __exit__(self, *error):
+        self._modes.close()
+
+    @property
+    def uploads(self):
+        """How many tensors `to_device` has copied."""
+        return self._operations.uploads
+
+
+class _Calls(TorchFunctionMode):
+    """Sees what is called: torch copies lists to the device where no operation shows it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor, torch.asarray):
+            device = kwargs.get("device")
+            if device is not None and torch.device(device) == META:
+                raise HostSync("a tensor on the device is made of numbers of the host")
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if args[0].device == META and any(isinstance(index, list) for index in indices):
+                raise HostSync("an index of a tensor on the device is a list")
+        if func is torch.Tensor.new_tensor and args[0].device == META:
+            raise HostSync("a tensor on the device is made of numbers of the host")
+        return func(*args, **kwargs)
+
+
+class _Operations(TorchDispatchMode):
+    """Sees what is computed and copied, in backwards too."""
+
+    def __init__(self):
+        super().__init__()
+        self.uploads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        on_device = [x for x in tensors if x.device == META]
+        on_host = [x for x in tensors if x.device != META]
+        operation = func.overloadpacket
+        if operation in _COPIES:
+            self._check_copy(func, args, kwargs)
+        elif on_device:
+            if operation in _READ_BY_THE_HOST or _masks(operation, args):
+                raise HostSync(f"{func} reads from the device")
+            if any(x.dim() for x in on_host):
+                raise HostSync(f"{func} takes a tensor of the host beside those of the device")
+        return func(*args, **kwargs)
+
+    def _check_copy(self, func, args, kwargs):
+        """Raise HostSync for a copy between host and device, but for those of `to_device`."""
+        if func.overloadpacket is aten.copy_:
+            target, source = args[0].device, args[1]
+        else:
+            source = args[0]
+            target = kwargs.get("device") or source.device
+        if source.device == target:
+            return
+        if source.device == META:
+            raise HostSync(f"{func} copies to the host")
+        if not _called_by_to_device():
+            raise HostSync(f"{func} copies to the device from memory that is not pinned")
+        self.uploads += 1
+
+
+def _masks(operation, args):
+    """Whether an index of an indexing is a mask, which the host has to count."""
+    if operation not in (aten.index, aten.index_put, aten.index_put_):
+        return False
+    return any(x is not None and x.dtype == torch.bool for x in args[1])
+
+
+def _called_by_to_device():
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is to_device.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class SilentTransport:
+    """The transport of one rank whose peers send at once; nothing moves."""
+
+    capabilities = Capabilities(ordered=True, waits_on_stream=True)
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+
+    def open_lane(self, kind, parts, *, peers=()):
+        return Lane(kind, own_part(parts, self.rank))
+
+    def post(self, lane, *, sends, recvs, label):
+        for message in (*sends, *recvs):
+            assert message.tensor.is_contiguous()
+            assert message.tensor.device == META
+        return SimpleNamespace(wait=lambda: None)
+
+
+def alone(rank, topology):
+    """The communicator of one rank; what it receives has come when it is posted."""
+    return Communicator(topology, transport=SilentTransport(rank, topology.world_size))
+
+
+# ---- what runs
 
 HEAD_DIM = 8
 LAYERS = 2
 LENGTHS = (37, 12, 3, 1, 20)
 FOUR = tuple(range(4))
 RANKS = (0, 3)  # that run, of four: those in most groups and in fewest, with unequal heads
-# query heads and KV heads
-DIVIDING = (8, 4)  # over 4 ranks: a KV head each
-UNEVEN = (7, 7)  # 1 or 2 each
-REPEATED = (30, 6)  # 7 or 8 query heads each; a piece of rank 3 reads two KV heads unequally
+HEADS, KV_HEADS = 30, 6  # 7 or 8 query heads each; a piece of rank 3 reads two KV heads unequally
 TWO_NODES = Topology(nodes=2, ranks_per_node=2)
-SIZES = {"hidden_size": 80, "num_attention_heads": 10, "num_key_value_heads": 5}  # of a model
 
 
 @pytest.fixture(autouse=True)
@@ -68,27 +209,24 @@ for strategy in ("ulysses", "zigzag", "balanced", "hybrid"):
     MICRO_BATCHES[strategy] = one_group(FOUR, len(LENGTHS), strategy)
 
 
-def shard_and_context(rank, name, kernel=None, **options):
+def context(rank, name, **options):
     shard = make_shard(MICRO_BATCHES[name], LENGTHS, rank)
     if name == "with passes":
         options["passes"] = Always(TWO_NODES)
         shard = options["passes"].shard(MICRO_BATCHES[name], LENGTHS, rank)
-    communicator = alone(rank, TWO_NODES)
-    return shard, SequenceContext(shard, communicator, kernel or TorchVarlen(), META, **options)
+    return SequenceContext(shard, alone(rank, TWO_NODES), TorchVarlen(), META, **options)
 
 
-def context(rank, name, kernel=None, **options):
-    return shard_and_context(rank, name, kernel, **options)[1]
+def leaf(tokens):
+    return torch.empty(
+        tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=META, requires_grad=True
+    )
 
 
-def leaf(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
-
-
-def attend(x, seq_ctx, kv_heads):
+def attend(x, seq_ctx):
     """x [tokens, heads, head_dim] -> the same shape."""
-    k = x[:, :kv_heads] * 2
-    v = x[:, :kv_heads] * 3
+    k = x[:, :KV_HEADS] * 2
+    v = x[:, :KV_HEADS] * 3
     return x + sequence_parallel_attention(x, k, v, seq_ctx, both_ways=True)
 
 
@@ -96,13 +234,11 @@ def called(function, *args, checkpointed):
     return checkpoint(function, *args, use_reentrant=False) if checkpointed else function(*args)
 
 
-def run_layers(seq_ctx, number_of_heads=REPEATED, *, checkpointed=False, dtype=torch.bfloat16):
+def run_layers(seq_ctx, *, checkpointed=False):
     """Forward and backward of some layers on tensors without data."""
-    query_heads, kv_heads = number_of_heads
-    x = leaf(seq_ctx.tokens, query_heads, HEAD_DIM, dtype=dtype)
-    y = x
+    x = y = leaf(seq_ctx.tokens)
     for _ in range(LAYERS):
-        y = called(attend, y, seq_ctx, kv_heads, checkpointed=checkpointed)
+        y = called(attend, y, seq_ctx, checkpointed=checkpointed)
     y.sum().backward()
     assert x.grad.shape == x.shape
 
@@ -110,82 +246,29 @@ def run_layers(seq_ctx, number_of_heads=REPEATED, *, checkpointed=False, dtype=t
 # ---- what is allowed
 
 
-# the groups, and what is special to the context and to the layers
-ATTENTION = [(name, {}, {}) for name in MICRO_BATCHES]
-for name in ("ulysses", "hybrid"):
-    ATTENTION += [(name, {}, {"number_of_heads": number}) for number in (DIVIDING, UNEVEN)]
+BLOCKS = {sequence: ((0, length),) for sequence, length in enumerate(LENGTHS)}
+SPECIAL = [("ulysses", {"blocks": BLOCKS}, False)]  # and whether layers are checkpointed
 for name in MICRO_BATCHES:
-    for is_saved in (True, False):
-        ATTENTION.append((name, {"save_attention_output": is_saved}, {"checkpointed": True}))
-for name in ("balanced", "ulysses"):
-    ATTENTION.append((name, {"kernel": Reference()}, {"dtype": torch.float32}))
-SEEING = {"blocks": {sequence: ((0, length),) for sequence, length in enumerate(LENGTHS)}}
-for is_checkpointed in (True, False):
-    ATTENTION.append(("ulysses", SEEING, {"checkpointed": is_checkpointed}))
+    SPECIAL += [(name, {"save_attention_output": is_saved}, True) for is_saved in (True, False)]
 
 
-PLAIN = ATTENTION[: len(MICRO_BATCHES)]
-SPECIAL = [pytest.param(*case, marks=pytest.mark.slow) for case in ATTENTION[len(PLAIN) :]]
-
-
-@pytest.mark.parametrize("name, of_context, of_layers", PLAIN + SPECIAL)
-def test_attention_never_waits(name, of_context, of_layers):
-    for rank in RANKS:
-        with NoHostSync() as mode:
-            seq_ctx = context(rank, name, **of_context)
-            run_layers(seq_ctx, **of_layers)
-            copies = mode.uploads
-            if not of_context:
-                run_layers(seq_ctx, **of_layers)
-            assert mode.uploads == copies, "layers copy again what the first ones have copied"
-
-
-def test_a_rank_that_runs_repeats_kv_heads():
-    pieces = heads.head_pieces(*REPEATED, len(FOUR), 2)
-    assert any(piece.shares[RANKS[-1]].query2kv for piece in pieces)
-
-
-def recur(kind, x, weight, seq_ctx):
-    """A convolution and a scan: x [tokens, 12] -> the same shape."""
-    x = recurrent.causal_convolution(x, weight, None, seq_ctx)
-    heads = x.view(-1, 3, 4)  # [tokens, heads, 4]
-    if kind == "mamba2":
-        ones = weight[:3, 0]  # [heads]
-        return recurrent.mamba2_scan(
-            heads, heads[..., 0], ones, heads[:, :1], heads[:, 1:2], seq_ctx, D=ones
-        ).flatten(1)
-    rule = recurrent.gated_delta_rule
-    g = heads[..., 0]
-    if kind == "kimi delta":
-        rule, g = recurrent.kimi_delta_rule, heads
-    return rule(heads, heads, heads, g, heads[..., 1], seq_ctx, l2norm=True).flatten(1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, kind, checkpointed",
-    [
-        ("ulysses", "gated delta", False),
-        ("zigzag", "mamba2", True),
-        ("nested", "kimi delta", True),
-    ],
-)
-def test_recurrent_layers_never_wait(monkeypatch, name, kind, checkpointed):
-    monkeypatch.setattr(grid, "CHUNK", 16)
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+def test_attention_never_waits(name):
     for rank in RANKS:
         with NoHostSync() as mode:
             seq_ctx = context(rank, name)
-            weight = leaf(12, 4, dtype=torch.float32)
-            copies = None
-            for _ in range(2):  # steps, which share a micro-batch here
-                x = leaf(seq_ctx.tokens, 12, dtype=torch.float32)
-                y = x
-                for _ in range(LAYERS):
-                    y = called(recur, kind, y, weight, seq_ctx, checkpointed=checkpointed)
-                y.sum().backward()
-                assert copies in (None, mode.uploads), "layers copy again what others have copied"
-                copies = mode.uploads
-        assert x.grad.shape == x.shape
+            run_layers(seq_ctx)
+            copies = mode.uploads
+            run_layers(seq_ctx)
+            assert mode.uploads == copies, "layers copy again what the first ones have copied"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "of_context", "checkpointed"), SPECIAL)
+def test_nor_do_checkpointed_layers_and_blocks(name, of_context, checkpointed):
+    for rank in RANKS:
+        with NoHostSync():
+            run_layers(context(rank, name, **of_context), checkpointed=checkpointed)
 
 
 CHUNKS = (
@@ -200,9 +283,10 @@ def sharing_of(rank, ranks):
     return Sharing(alone(rank, TWO_NODES), FOUR, rank) if ranks > 1 else None
 
 
-def run_chunks(ranks, *, checkpointed=False):
-    """Forward and backward of chunks on a stage, which `ranks` ranks share."""
-    query_heads, kv_heads = REPEATED
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_chunks_of_a_pipeline_never_wait(ranks, checkpointed):
+    """On a stage, which `ranks` ranks share."""
     for rank in RANKS[:ranks]:
         carry = KVCarry(TorchVarlen())
         outs = []
@@ -210,93 +294,14 @@ def run_chunks(ranks, *, checkpointed=False):
             for parts in CHUNKS:
                 options = {"sharing": sharing_of(rank, ranks)}
                 chunk = ChunkContext(chunk_of(*parts), LENGTHS, carry, META, **options)
-                y = leaf(chunk.tokens, query_heads, HEAD_DIM)
+                y = leaf(chunk.tokens)
                 for layer in range(LAYERS):
                     seq_ctx = chunk.of_layer(layer, keeps_grad=True)
-                    y = called(attend, y, seq_ctx, kv_heads, checkpointed=checkpointed)
+                    y = called(attend, y, seq_ctx, checkpointed=checkpointed)
                 outs.append(y)
             for out in reversed(outs):
                 out.sum().backward()
         carry.check_empty()
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_the_chunks_of_a_pipeline_never_wait(ranks, checkpointed):
-    run_chunks(ranks, checkpointed=checkpointed)
-
-
-def run_loss(backend, dtype, monkeypatch):
-    chosen = chunked_loss.Backend("chosen", backend, "by the test")
-    monkeypatch.setattr(chunked_loss, "choose_backend", lambda hidden, weight: chosen)
-    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda width, vocab, itemsize: 7)
-    hidden, weight, bias = (leaf(*shape, dtype=dtype) for shape in ((20, 8), (VOCAB, 8), (VOCAB,)))
-    targets = torch.empty(20, dtype=torch.int64, device=META)
-    with NoHostSync():
-        chunked_loss.chunked_cross_entropy_sum(hidden, weight, bias, targets).backward()
-    assert hidden.grad.shape == hidden.shape
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_chunked_loss_never_waits(monkeypatch, dtype):
-    run_loss(chunked_loss.loop_sum, dtype, monkeypatch)
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch has no such loss"
-)
-def test_torch_s_chunked_loss_never_waits(monkeypatch):
-    run_loss(chunked_loss.torch_sum, torch.float32, monkeypatch)
-
-
-def model_without_data():
-    model = tiny_llama(torch.bfloat16, **SIZES)
-    model.set_attn_implementation(NAME)
-    return model.train()
-
-
-def run_model(rank, *, checkpointed):
-    """A step of a model: tokens from the host to the device, forward, loss and backward."""
-    model = model_without_data().to(META)
-    assert attach_chunked_loss(model) is not None
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    shard, _ = shard_and_context(rank, "with passes")
-    names = ("input_ids", "labels", "position_ids")
-    columns = {name: torch.zeros(shard.tokens, dtype=torch.int64) for name in names}
-    with NoHostSync() as mode:
-        inputs = inputs_of(shard, columns, META, lambda _: context(rank, "with passes"))
-        assert mode.uploads >= len(names)
-        items = torch.full((), sum(LENGTHS), device=META)
-        model(**inputs, use_cache=False, num_items_in_batch=items).loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_model_never_waits(checkpointed):
-    for rank in RANKS:
-        run_model(rank, checkpointed=checkpointed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "backwards, checkpointed", zip(pipeline.BACKWARDS, (0, pipeline.LAYERS), strict=True)
-)
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_stage_never_waits(ranks, backwards, checkpointed):
-    plan = pipeline.plan_of(f"{pipeline.FORWARDS} {backwards}", checkpointed)
-    model = model_without_data()
-    stage = cut(model, 0, 1)
-    model.to(META)
-    assert attach_chunked_loss(model) is not None
-    executor = PipelineExecutor(stage, None, TorchVarlen(), sharing=sharing_of(RANKS[-1], ranks))
-    columns = []
-    for on_host in columns_of(plan, pipeline.EXAMPLES):
-        columns.append({name: to_device(value, META) for name, value in on_host.items()})
-    with NoHostSync():
-        executor.train(plan, columns, pipeline.TARGETS)
-    executor.detach()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 # ---- what is refused

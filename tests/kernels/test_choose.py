@@ -13,7 +13,7 @@ from torch.nn import attention
 
 from hf_flexseq.kernels import KernelCall, choose, flash_attn, flash_attn3, kinds
 from hf_flexseq.kernels.capabilities import CallKind
-from hf_flexseq.kernels.choose import capabilities, choose_fused, choose_kernel, explain
+from hf_flexseq.kernels.choose import choose_fused, choose_kernel, explain
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.kinds import LayerCalls, choose_kernels
 from hf_flexseq.kernels.segments import Segments
@@ -281,22 +281,6 @@ def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch)
 
 
 # ---- what is said of the capabilities
-
-
-def test_capabilities_of_the_kernels_that_fit(gpu):
-    gpu(flash3="")
-    half = "bfloat16, float16; head size a multiple of 8 up to 256; compute capability"
-    assert capabilities(CallKind(CUDA, BF16, 128)) == [
-        f"flash_attn3: {half} 9.0 to 9.x; lse -inf without keys; gradients in the inputs' dtype; "
-        "sliding windows; softcap",
-        f"torch_varlen: {half} 8.0 or newer; lse -inf without keys (mended from +inf); "
-        "gradients in the inputs' dtype; sliding windows; no softcap",
-    ]
-    assert capabilities(CallKind(CUDA, torch.float32, 128)) == []
-    assert capabilities(CallKind(CPU, torch.float32, 128)) == [
-        "cpu_flash: float32, float64, bfloat16, float16; head size any number; lse -inf without "
-        "keys; 16-bit inputs get float32 gradients; sliding windows; softcap"
-    ]
 
 
 # ---- between kernel calls

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hf_flexseq.kernels import KernelCall, cudnn_long
+from hf_flexseq.kernels import cudnn_long
 from hf_flexseq.kernels.capabilities import CallKind
 from hf_flexseq.kernels.choose import CANDIDATES
 from hf_flexseq.kernels.cpu_flash import CpuFlash
@@ -16,8 +16,9 @@ from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from tests.device import DEVICE
 from tests.kernels.reference import Reference
+from tests.kernels.test_kernels import dense, random_inputs, run
 
-HEADS, KV_HEADS, HEAD_DIM, SCALE = 8, 2, 128, 128**-0.5
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 
 
 class Case(NamedTuple):
@@ -87,56 +88,19 @@ def within_bounds(kernel, case, dtype=torch.bfloat16):
     segments = Segments(
         case.q_lens, case.k_lens, causal=case.causal, device=DEVICE, window=case.window
     )
-    make = torch.Generator(DEVICE).manual_seed(0)
-
-    def normal(rows, heads):
-        x = torch.randn(rows, heads, HEAD_DIM, generator=make, device=DEVICE)
-        return x.to(dtype)
-
-    q, dout = normal(segments.total_q, HEADS), normal(segments.total_q, HEADS)
-    k, v = normal(segments.total_k, KV_HEADS), normal(segments.total_k, KV_HEADS)
-    out, lse, *grads = run(kernel, (q, k, v, dout), segments, case.softcap)
-    wide = tuple(x.float() for x in (q, k, v, dout))
-    true_out, true_lse, *true_grads = run(Reference(), wide, segments, case.softcap)
-    plain = plain_softmax(q, k, v, dout, segments, case.softcap)
+    inputs = random_inputs(segments, (HEADS, KV_HEADS), HEAD_DIM, dtype)
+    out, lse, *grads = run(kernel, *inputs, segments, case.softcap)
+    exact = [x.float() for x in inputs]
+    true_out, true_lse, *true_grads = run(Reference(), *exact, segments, case.softcap)
+    plain, _, *plain_grads = dense(*inputs, segments, case.softcap)
     are_close = []
-    for mine, its, true in zip((out, *grads), plain, (true_out, *true_grads), strict=True):
+    for mine, its, true in zip(
+        (out, *grads), (plain, *plain_grads), (true_out, *true_grads), strict=True
+    ):
         are_close.append(error_of(mine, true) <= 2 * error_of(its, true))
     # The log-sum-exp is float32 in both, so it only differs by the order of its sums; -inf must be
     # where it should.
     return all(are_close) and torch.allclose(lse, true_lse, rtol=1e-4, atol=1e-4)
-
-
-def plain_softmax(q, k, v, dout, segments, softcap):
-    """out, dq, dk, dv of softmax attention in the dtype of its inputs, by autograd. q and dout
-    [tokens, heads, head_dim], k and v [keys, kv_heads, head_dim]."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    lq = leaves[0]
-    lk = leaves[1].repeat_interleave(HEADS // KV_HEADS, 1)  # [keys, heads, head_dim]
-    lv = leaves[2].repeat_interleave(HEADS // KV_HEADS, 1)
-    out = torch.zeros_like(q)
-    for rows, keys in segments.blocks():
-        scores = torch.einsum("nhd,mhd->hnm", lq[rows], lk[keys]) * SCALE  # [heads, n, m]
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if segments.causal:
-            earlier = scores.shape[2] - scores.shape[1]  # keys in front of the first query
-            everywhere = torch.ones_like(scores[0], dtype=torch.bool)  # [n, m]
-            hidden = everywhere.triu(1 + earlier)
-            if segments.window is not None:
-                hidden |= everywhere.tril(earlier - segments.window)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        out[rows] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), lv[keys])
-    out.backward(dout)
-    return [out.detach(), *(x.grad for x in leaves)]
-
-
-def run(kernel, inputs, segments, softcap):
-    """out, lse, dq, dk, dv of a kernel, in its shapes."""
-    q, k, v, dout = inputs
-    call = KernelCall(q, k, v, segments, SCALE, softcap)
-    out, lse = kernel.forward(call)
-    return out, lse, *kernel.backward(call, dout, out, lse)
 
 
 def error_of(got, true):

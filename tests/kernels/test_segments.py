@@ -21,11 +21,6 @@ def test_offsets_totals_and_blocks_of_queries_that_have_keys():
     assert not Segments([0], [3], causal=False, device=CPU).has_keyless()
 
 
-def test_offsets_are_made_once_and_shared():
-    segments = Segments([3, 1], [3, 1], causal=True, device=CPU)
-    assert segments.cu_seqlens_q is segments.cu_seqlens_q is segments.cu_seqlens_k
-
-
 @pytest.mark.parametrize(
     ("q_lens", "k_lens", "options", "message"),
     [

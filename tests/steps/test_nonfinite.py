@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
-from tests.no_sync import META, HostSync, NoHostSync
 
 NAN, INFINITY = float("nan"), float("inf")
 LOSS = torch.tensor(1.0)
@@ -79,10 +78,3 @@ def test_it_warns_instead_on_the_first_rank(caplog):
             NonfiniteWatch("warn", rank=rank).judge([{"step": 7, "names": ["a"]}])
     (record,) = caplog.records
     assert "in the gradients of a; go on" in record.message
-
-
-def test_the_device_is_read_only_after_its_copy():
-    gradients = {"a": torch.empty(3, device=META), "b": torch.empty(2, 2, device=META)}
-    with NoHostSync(), pytest.raises(HostSync, match=r"_to_copy.* copies to the host"):
-        # all before the copy does not wait, and nothing comes after it
-        NonfiniteWatch("raise", rank=0).take(0, torch.empty((), device=META), gradients)
