@@ -55,8 +55,3 @@ def test_nothing_is_raised_where_nobody_failed():
 def test_ranks_that_failed_alike_raise_their_own_errors():
     with pytest.raises(KeyError, match="^'labels'$"):
         run_threads(attempts, 2, {rank: KeyError("labels") for rank in range(2)})
-
-
-def test_an_interrupt_goes_on_at_once():
-    with pytest.raises(KeyboardInterrupt), ErrorCapture():
-        raise KeyboardInterrupt

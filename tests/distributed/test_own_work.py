@@ -60,29 +60,6 @@ def test_a_silent_rank_is_waited_for_by_the_exchange_alone():
     assert waited_s < 3.5, "the silence and the timeout"
 
 
-def waited_in_second_group(rank, world_size, slow_s):
-    """Seconds that a rank waited for a silent one, in a group made after another one's works."""
-    own_work.BEAT_S, own_work.SILENT_S = 0.1, 0.6
-    OwnWork._beat = lambda self, done: None
-    first = GlooCpuGroup(timedelta(seconds=10))
-    for _ in range(3):
-        with first.own_work("step 1"):
-            pass
-    second = GlooCpuGroup(timedelta(seconds=10))
-    began = time.monotonic()
-    with second.own_work("step 1"):
-        if rank == 1:
-            time.sleep(slow_s)
-    waited_s = time.monotonic() - began
-    second.barrier()
-    return waited_s
-
-
-def test_a_second_group_sees_a_silent_rank_too():
-    waited_s, _ = run_ranks(waited_in_second_group, 2, 3.0)
-    assert 0.6 <= waited_s < 2.5
-
-
 def test_the_store_does_not_grow_with_the_steps():
     store = dist.HashStore()
     works = [OwnWork(store, 0, 1) for _ in range(1)]

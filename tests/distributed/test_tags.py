@@ -29,30 +29,6 @@ from tests.published.zeppelin.gainful_passes import Always
 # ---- the functions, against the numbers of the table
 
 
-def test_messages_of_a_zone_have_tags_of_their_own():
-    pieces = []
-    for piece in range(tags.HEAD_PIECES):
-        pieces += [tags.seq_to_head(piece), tags.head_to_seq(piece)]
-    assert pieces == list(range(8))
-    with pytest.raises(AssertionError, match="no piece"):
-        tags.seq_to_head(tags.HEAD_PIECES)
-    rings = [
-        function(step) for step in range(100) for function in (tags.ring_fetch, tags.ring_return)
-    ]
-    assert rings == list(range(0, 1600, 8))  # eight of each exchange
-
-
-def test_zones_have_ranges_of_their_own_below_that_of_passes():
-    assert tags.zone_tag(0, 0) == 0
-    assert tags.zone_tag(0, (1 << 17) - 1) == (1 << 17) - 1
-    assert tags.zone_tag(1, 0) == 1 << 17
-    assert tags.zone_tag(tags.MOST_ZONES - 1, (1 << 17) - 1) == tags.PASS_TAGS - 1
-    assert (tags.PASS_TAGS, tags.LINKS) == (1 << 30, 3 << 29)
-    for zone, message in ((-1, 0), (tags.MOST_ZONES, 0), (0, -1), (0, 1 << 17)):
-        with pytest.raises(AssertionError, match="has no"):
-            tags.zone_tag(zone, message)
-
-
 class RecordingTransport:
     """Writes the tags of posts down instead of posting."""
 

@@ -1,7 +1,6 @@
 """Ranks that are threads: what the transport holds them to, and the words in which it says so.
 `tests/attention/test_planted_faults.py` breaks more of its rules."""
 
-import time
 from functools import partial
 
 import pytest
@@ -9,11 +8,9 @@ import torch
 import torch.distributed as dist
 
 from hf_flexseq.distributed.transport import Message
-from tests.matching import Launches, poison
+from tests.matching import Launches
 from tests.process_group import needs_new_names, run_threads_with_groups
 from tests.threads import ThreadHub
-
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(function, world_size=2, **options):
@@ -29,40 +26,7 @@ def post(transport, tensor, *, tag=0, kind="everyone"):
     return transport.post(lane, sends=sends, recvs=recvs, label=lambda peer, sent: "the words")
 
 
-# ---- data
-
-
-@pytest.mark.parametrize("launches", Launches)
-def test_what_is_sent_arrives_and_is_poison_before_the_wait(launches):
-    def rank(transport, dtype):
-        tensor = torch.tensor([1, 0, 1] if transport.rank == 0 else [0, 0, 0], dtype=dtype)
-        pending = post(transport, tensor)
-        transport.cpu_group.barrier()
-        early = tensor.clone()
-        pending.wait()
-        return early, tensor
-
-    for dtype in (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool):
-        _, (early, received) = run(partial(rank, dtype=dtype), launches=launches)
-        assert torch.equal(received, torch.tensor([1, 0, 1], dtype=dtype))
-        if dtype.is_floating_point:
-            assert early.isnan().all()
-        elif dtype in (torch.int64, torch.int32):
-            assert (early == torch.iinfo(dtype).min).all()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_poisoned_bytes_are_nan_whatever_they_are_read_as(dtype):
-    parcel = torch.zeros(16, dtype=torch.uint8)
-    poison(parcel)
-    assert parcel.view(dtype).isnan().all()
-
-
 # ---- rules
-
-
-def keep_the_rules(transport):
-    post(transport, torch.ones(3)).wait()
 
 
 def expect_another(transport, elements=3, dtype=torch.float32):
@@ -146,21 +110,6 @@ def test_what_breaks_a_rule_is_named(launches, function, words):
         run(function, launches=launches)
 
 
-@pytest.mark.parametrize(
-    ("launches", "functions"),
-    [
-        (Launches.BY_TAG, (use_lanes_in_another_order, use_tags_in_another_order)),
-        (Launches.BY_LANE, (use_lanes_in_another_order, keep_the_rules)),
-        (Launches.ONE_QUEUE, (keep_the_rules,)),
-    ],
-)
-def test_what_a_transport_allows_passes_and_it_says_whether_order_counts(launches, functions):
-    for function in functions:
-        run(function, launches=launches)
-    by_rank = run(lambda transport: transport.capabilities, launches=launches)
-    assert {found.ordered for found in by_rank} == {launches is not Launches.BY_TAG}
-
-
 # ---- the course of events
 
 
@@ -184,36 +133,6 @@ def test_a_seed_stands_for_a_course_of_events():
     assert course(None) == course(None)
 
 
-def test_a_rank_that_keeps_its_turn_is_found_and_shown():
-    def sleeper(transport):
-        if transport.rank == 1:
-            time.sleep(0.4)
-
-    with pytest.raises(RuntimeError, match="kept its turn for 0.1 s") as raised:
-        ThreadHub(2).run(sleeper, seconds=0.1)
-    assert "rank 1 is here" in str(raised.value)
-    assert "sleeper" in str(raised.value)
-    time.sleep(0.4)  # the thread ends
-
-
-def test_many_short_turns_are_no_hang():
-    def rank(transport):
-        for _ in range(5):
-            time.sleep(0.05)
-            transport.cpu_group.barrier()
-
-    ThreadHub(2).run(rank, seconds=0.3)
-
-
-def test_a_rank_has_one_thread_of_torch_and_the_process_keeps_its_own():
-    torch.set_num_threads(2)
-    try:
-        assert ThreadHub(3).run(lambda transport: torch.get_num_threads()) == [1, 1, 1]
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-
-
 # ---- torch's process group over it; `tests/hf/test_one_order.py` reduces gradients by it
 
 
@@ -231,14 +150,3 @@ def test_what_is_reduced_cannot_be_read_before_the_wait():
     for before, after in run_threads_with_groups(reduce_asynchronously, 2):
         assert before.isnan().all()
         assert (after == 1).all()
-
-
-def reduce_in_two_orders(rank, world_size):
-    for size in (4, 6) if rank == 0 else (6, 4):
-        dist.all_reduce(torch.ones(size))
-
-
-@needs_new_names
-def test_collectives_in_another_order_are_named_on_both_sides():
-    with pytest.raises(RuntimeError, match=r"rank \d comes to allreduce .* where rank \d comes"):
-        run_threads_with_groups(reduce_in_two_orders, 2)

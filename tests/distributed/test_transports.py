@@ -148,20 +148,6 @@ def test_who_is_missing_from_an_all_to_all_is_named_once_the_collective_has_fail
 # ---- the start of a large job
 
 
-@pytest.mark.parametrize("strategy", ["auto", "hybrid"])
-@pytest.mark.parametrize("rank", [0, 517, 1023])
-def test_a_start_on_1024_ranks_makes_few_groups(monkeypatch, rank, strategy):
-    began = time.process_time()
-    stub, communicator, _ = rank_of(monkeypatch, LARGE, rank)
-    lanes = len(stub.groups)
-    communicator.open_blocks(exchange_degrees(COST, LARGE, strategy=strategy, sp_degree=None))
-    seconds = time.process_time() - began
-    assert lanes == 3  # the CPU group, and two lanes
-    assert 1 <= len(stub.groups) - lanes <= 16
-    assert all(rank in group.ranks for group in stub.groups)
-    assert seconds < 2, seconds
-
-
 @pytest.mark.parametrize("nodes", [8, 128])
 def test_a_rank_has_eight_communicators_whatever_the_number_of_nodes(monkeypatch, nodes):
     topology = Topology(nodes=nodes, ranks_per_node=8)
@@ -170,14 +156,6 @@ def test_a_rank_has_eight_communicators_whatever_the_number_of_nodes(monkeypatch
     communicator.open_world()
     sizes = [len(group.ranks) for group in stub.by_backend("nccl")]
     assert sizes == [8, 8 * nodes, 2, 4, 8, 16, 32, 8 * nodes]
-
-
-def test_blocks_of_all_degrees_are_at_most_16_groups(monkeypatch):
-    stub, communicator, _ = rank_of(monkeypatch, LARGE, 100)
-    lanes = len(stub.groups)
-    communicator.open_blocks([*range(2, 65), 128, 256, 512, 1000, 1024])
-    assert len(stub.groups) - lanes == 10
-    assert len(communicator.blocks) == 10
 
 
 def test_a_pipeline_of_8_stages_on_1024_ranks_makes_few_groups(monkeypatch):
@@ -193,19 +171,6 @@ def test_a_pipeline_of_8_stages_on_1024_ranks_makes_few_groups(monkeypatch):
     assert len(stub.groups) - before <= 16
     assert neighbours.replicas is not None
     assert seconds < 2, seconds
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sp_degree", "degrees"),
-    [
-        ("auto", None, [2, 4, 8, 16, 32]),  # of 32 heads
-        ("zigzag", None, []),
-        ("hybrid", None, [2, 4, 8]),
-        ("ulysses", 16, [16]),
-    ],
-)
-def test_degrees_beyond_the_heads_are_not_opened(strategy, sp_degree, degrees):
-    assert exchange_degrees(COST, LARGE, strategy=strategy, sp_degree=sp_degree) == degrees
 
 
 # ---- gloo

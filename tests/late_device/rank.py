@@ -1,9 +1,7 @@
 """One rank of a job whose ranks are processes, each with the device: `python -m
-tests.late_device.rank JOB [OPTIONS]`. It prints what rank 0 has found as JSON, on the last line.
-
-    trainer    three steps of FlexSeqTrainer; OPTIONS, as JSON, are those of its configuration,
-               `fsdp` for accelerate's FSDP2, and `images` for a Qwen3-VL on images and videos
-    several    the part of gpu_check that needs several GPUs; OPTIONS name the sharding
+tests.late_device.rank OPTIONS`: three steps of FlexSeqTrainer. OPTIONS, as JSON, are those of its
+configuration, `fsdp` for accelerate's FSDP2, and `images` for a Qwen3-VL on images and videos. It
+prints what rank 0 has found as JSON, on the last line.
 """
 
 import importlib
@@ -17,7 +15,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 importlib.import_module("tests.late_device.install")  # before anything imports torch
 
 import torch  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer  # noqa: E402
 from hf_flexseq.kernels import choose  # noqa: E402
@@ -29,7 +26,6 @@ from tests.kernels.reference import Reference  # noqa: E402
 from tests.late_device import nccl  # noqa: E402
 from tests.late_device.install import ops  # noqa: E402
 from tests.late_device.on_device.conftest import SETTINGS, AnyCall  # noqa: E402
-from tests.programs import ROOT  # noqa: E402
 
 FSDP2 = {  # as in recipes/accelerate_configs/fsdp2.yaml
     "ACCELERATE_USE_FSDP": "true",
@@ -70,38 +66,17 @@ def train(folder, options):
     }
 
 
-def several(sharding):
-    """Run all plans of gpu_check's part as this rank, which prints what it finds."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    report = importlib.import_module("gpu_checks.report")
-    part = importlib.import_module("gpu_checks.several")
-
-    class OnDevice(report.Setting):
-        __slots__ = ()
-
-        @property
-        def device(self):
-            return torch.device("cuda")
-
-    part.Accelerator = lambda **options: Accelerator(**options | {"cpu": False})
-    part.run_ranks(OnDevice(rehearse=True, plans=1), sharding)
-
-
 def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     nccl.register()
     choose._fused_for_cuda = TorchFused
-    job, *options = sys.argv[1:]
-    if job == "several":
-        several(*options)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            found = train(folder, json.loads(options[0]))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-        if os.environ["RANK"] == "0":
-            print(json.dumps(found))
+    with tempfile.TemporaryDirectory() as folder:
+        found = train(folder, json.loads(sys.argv[1]))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found))
     assert not ops.findings(), ops.findings()
 
 

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def run_job(job, *options, world_size=2):
+def run_job(options, world_size=2):
     """Start the ranks of a job, each alone on its node, and return what rank 0 has found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -39,7 +39,7 @@ def run_job(job, *options, world_size=2):
     }
     ranks = []
     for rank in range(world_size):
-        command = [sys.executable, "-m", "tests.late_device.rank", job, *options]
+        command = [sys.executable, "-m", "tests.late_device.rank", json.dumps(options)]
         ranks.append(
             subprocess.Popen(
                 command,
@@ -63,7 +63,7 @@ def run_job(job, *options, world_size=2):
 @functools.cache
 def on_cpus(images):
     """The losses over gloo. images: see `rank.py`."""
-    found = run_job("trainer", json.dumps({"use_cpu": True, "images": images}))
+    found = run_job({"use_cpu": True, "images": images})
     assert found["transport"] == "GlooTransport"
     return found
 
@@ -90,14 +90,7 @@ JOBS = {
 @pytest.mark.parametrize("name", JOBS)
 def test_a_trainer_has_the_losses_of_cpus(name):
     wanted = on_cpus(JOBS[name].get("images", False))
-    found = run_job("trainer", json.dumps(JOBS[name]))
+    found = run_job(JOBS[name])
     assert found["transport"] == "NcclTransport"
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
-
-
-@pytest.mark.parametrize(("sharding", "ranks"), [("DDP and FSDP2", 2), ("HSDP", 4)])
-def test_the_plans_of_gpu_check_for_several_gpus(sharding, ranks):
-    found = run_job("several", sharding, world_size=ranks)
-    assert found["holds"], found["rows"]
-    assert found["syncs"] == "Nothing in attention made the host wait for the device."

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from hf_flexseq.cost.presets import load_cost_model
 from tests.programs import ROOT, run_program
 
 BENCHMARKS = ROOT / "scripts/benchmarks"
@@ -74,27 +73,6 @@ def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path, m
     assert record["machine"]["cores"] == os.cpu_count()
     assert {"python", "numpy"} <= set(record["versions"])
     assert record["figures"] == {"steps": [1, 2]}
-
-
-def test_planning_time_counts_the_steps_of_both_larger_clusters_apart(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("common", "lengths", "planners"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    steps = module("planning_time").all_steps(2, 1)
-    assert {ranks: len(chosen) for ranks, chosen in steps.items()} == {64: 14, 1024: 1, 4096: 1}
-
-
-def test_plans_for_experts_are_as_fast_as_what_they_are_compared_with(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("common", "lengths"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    benchmark = module("expert_plans")
-    run = next(benchmark.runs_of(1, 100_000))
-    result = benchmark.result_of(run, load_cost_model("qwen3-30b-a3b-ep8-h100"))
-    assert 0 < result.bound_s <= result.planned_s
-    for other in (result.own, result.ordered, result.single):
-        assert result.planned_s <= 1.01 * other.seconds  # one degree wins by more than 1 % alone
-    assert 0 < result.experts < 1
 
 
 def first_cells(name, *options):

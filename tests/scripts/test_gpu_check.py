@@ -1,8 +1,6 @@
 """scripts/gpu_check.py, rehearsed on a CPU: every part but its lines for CUDA alone."""
 
 import importlib
-import inspect
-import itertools
 import os
 import runpy
 import subprocess
@@ -128,21 +126,6 @@ def test_what_is_seen_is_on_the_page(module, name, said):
     assert said in section.text()
 
 
-def test_kernels_are_told_by_their_names():
-    layers = part("layers")
-    for name, kind in (
-        ("void flash::flash_fwd_kernel<...>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32", "products"),
-        ("nvjet_tst_128x256_64x4", "products"),
-        ("merge_kernel", "ours"),
-        ("unpack_kernel", "ours"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("vectorized_elementwise_kernel<4, ...>", "other"),
-    ):
-        assert layers.kind_of(name) == kind, name
-
-
 def test_a_trainer_that_fails_is_a_row_and_the_other_one_runs():
     training = part("training")
     stock = {"losses": [1.0, 0.5], "tokens_per_s": 3.0, "peak_gib": 0.0}
@@ -159,97 +142,7 @@ def test_a_trainer_that_fails_is_a_row_and_the_other_one_runs():
     assert not off.holds
 
 
-def test_packs_are_attended_to_by_torch_s_varlen_attention(monkeypatch):
-    """As transformers calls it, and as this version of torch is called."""
-    training = part("training")
-    seen = []
-    known = inspect.signature(training.varlen_attn)
-
-    def attend(*args, **kwargs):
-        seen.append(known.bind(*args, **kwargs).arguments)
-        return args[0]
-
-    attend.__signature__ = known
-    monkeypatch.setattr(training, "varlen_attn", attend)
-    q, k = torch.zeros(1, 4, 9, 8), torch.zeros(1, 2, 9, 8)
-    cu = torch.tensor([0, 5, 9])
-    kwargs = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 5, "max_length_k": 5}
-    out, _ = training.attend_packed(None, q, k, k, None, scaling=0.1, **kwargs)
-    assert out.shape == (1, 9, 4, 8)
-    assert seen[0]["cu_seq_q"].tolist() == [0, 5, 9]
-    assert seen[0]["window_size"] == (-1, 0)
-    assert seen[0]["scale"] == 0.1
-
-
-# ---- time
-
-
-def test_minutes_are_kept_for_every_part_that_can_run_here():
-    command = importlib.import_module("gpu_check")
-    parts = list(command.PARTS)
-    kept = [command.kept_share(parts, first, 1) for first in range(len(parts) + 1)]
-    own = [before - after for before, after in itertools.pairwise(kept)]
-    assert kept[0] == pytest.approx(1)
-    assert kept[-1] == 0
-    for name, share in zip(parts, own, strict=True):
-        assert (share > 0.02) == (name not in command.LEAST_GPUS), name
-    # alone, a part has all of the time
-    assert command.kept_share(["training"], 1, 1) == 0
-
-
-@pytest.mark.processes  # git
-def test_a_part_that_hangs_takes_no_time_of_those_after_it(monkeypatch, capsys):
-    command, report = importlib.import_module("gpu_check"), part("report")
-    limits = {}
-
-    def hangs(name, setting, seconds):
-        limits[name] = seconds
-        return report.Section(title=name, lines=("fine",))
-
-    monkeypatch.setattr(command, "section_of", hangs)
-    words = ["--rehearse", "--minutes", "10", "--parts", "nccl", "layers", "rates", "nccl"]
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
-    assert command.main() == 0
-    assert list(limits) == ["nccl", "layers", "rates"]
-    shares = [command.SHARES[name] for name in limits]
-    after = [sum(shares[number + 1 :]) for number in range(3)]
-    wanted = [600 * (1 - left / sum(shares)) for left in after]
-    assert list(limits.values()) == pytest.approx(wanted, abs=5)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("modules", "heavy"),
-    [
-        ("gpu_check, gpu_checks.rates, gpu_checks.fused, gpu_checks.nccl", ["transformers"]),
-        ("gpu_checks.training, gpu_checks.layers, gpu_checks.figures", []),
-    ],
-)
-def test_parts_load_no_package_that_they_can_do_without(modules, heavy):
-    unwanted = ["pytest", *heavy]
-    code = f"import sys, {modules}; sys.exit(not sys.modules.keys().isdisjoint({unwanted}))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(SCRIPT.parent)))}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_every_part_and_every_process_of_one_is_there():
-    command = importlib.import_module("gpu_check")
-    places = [*command.PARTS.values(), "several.run_ranks", "lost_rank.run_rank"]
-    places.append("rates.run_cudnn")
-    assert all(callable(command.function_of(place)) for place in places)
-
-
 # ---- what is wrong is found
-
-
-def test_last_words_name_a_rank_or_they_do_not():
-    for words, is_named in (
-        ("Error: rank 0 could not receive from rank 3 chunks [1]", True),
-        ("rank 0 could not exchange with ranks [3] heads", True),
-        ("rank 0 could not receive from rank 31", False),
-        ("connection closed by peer", False),
-    ):
-        assert part("lost_rank").names(words, 3) == is_named
 
 
 def test_waits_are_errors_inside_of_attention_and_nowhere_else(monkeypatch):

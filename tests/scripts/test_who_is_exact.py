@@ -4,7 +4,6 @@ update from a right one."""
 import importlib
 import sys
 
-import numpy as np
 import pytest
 
 from tests.programs import ROOT
@@ -36,37 +35,6 @@ def test_the_page_has_every_row_and_stack(benchmark):
     first = len(benchmark.STACKS) + 1
     rows = [line for line in lines if line.count(" | ") == first - 1 and "`" in line]
     assert len(rows) >= len(benchmark.ROWS)
-
-
-def test_documents_are_whole_steps_and_masked_ones_differ_in_targets(benchmark):
-    from exact_peers.situations import IGNORED, documents
-
-    for name, row in benchmark.ROWS.items():
-        assert len(documents(name)) == row.steps * row.per_step
-    counts = {sum(label != IGNORED for label in d["labels"]) for d in documents("accumulation")}
-    assert len(counts) > 1
-
-
-def test_a_factor_is_told_from_a_wrong_direction(benchmark):
-    start = {"a": np.zeros(2)}
-    wanted = {"a": np.array([1.0, 0.0])}
-    assert benchmark.factor(start, wanted, {"a": np.array([2.0, 0.0])}).startswith("2 x")
-    assert benchmark.factor(start, wanted, {"a": np.array([1.0, 0.5])}) == ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "line", "shown", "note"),
-    [
-        ("ValueError", "no such mask", "*refused* [2]", "ValueError: no such mask"),
-        ("ImportError", "no kernels", "*cannot run here* [2]", "no kernels"),
-        ("TypeError", "no", "*fails* [2]", "TypeError: no"),
-        ("ValueError", "got MULTI_CPU.", "*cannot run here* [2]", "got MULTI_CPU."),
-    ],
-)
-def test_an_error_says_what_became_of_the_cell(benchmark, kind, line, shown, note):
-    notes = ["another"]
-    assert benchmark.unfinished(kind, line).shown(notes) == shown
-    assert notes == ["another", note]
 
 
 @pytest.mark.nightly

@@ -3,14 +3,12 @@
 import importlib
 import os
 import re
-import sys
 
 import pytest
 import torch
 
 from hf_flexseq.kernels import choose
 from hf_flexseq.kernels.fused_operations import TorchFused
-from tests.late_device.install import ops
 from tests.programs import ROOT
 
 CUDA = torch.device("cuda")
@@ -50,38 +48,11 @@ def test_rates():
     assert "| torch_varlen |" in lines[0]
 
 
-@pytest.mark.nightly
-@pytest.mark.processes  # git
-def test_the_page_is_kept_with_the_results_and_names_the_gpu(monkeypatch, tmp_path, capsys):
-    command = importlib.import_module("gpu_check")
-    found = part("report").Section(title="Kernels", lines=("fine",), holds=True)
-    monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(command, "section_of", lambda name, setting, seconds: found)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--quick", "--parts", "kernels"])
-    assert command.main() == 0
-    (page,) = tmp_path.iterdir()
-    assert page.read_text() == capsys.readouterr().out
-    assert "1 x NVIDIA H100 80GB HBM3, driver " in page.read_text()
-
-
 @pytest.mark.usefixtures("in_torch")
 def test_memory(monkeypatch):
     figures = part("figures")
     monkeypatch.setattr(figures, "TINY", figures.TINY | WIDER)
     assert section("figures", "memory").holds
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.usefixtures("in_torch")
-def test_calibration(monkeypatch):
-    figures = part("figures")
-    monkeypatch.setattr(figures, "TINY", figures.TINY | WIDER)
-    monkeypatch.setattr("hf_flexseq.hf.trainer.synthetic_run.STEPS", 3)
-    monkeypatch.setattr("hf_flexseq.hf.trainer.synthetic_run.MOST_TOKENS", 200)
-    lines = section("figures", "calibration").lines
-    assert "off by" in lines[0], "by how much says nothing here"
-    assert ops.counts()["operations"] > 1_000
 
 
 @pytest.mark.nightly

@@ -3,7 +3,6 @@ or of the stock trainer, and nothing is found."""
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -89,37 +88,6 @@ def test_it_trains_in_16_bits(monkeypatch, tmp_path, precision):
         tmp_path / "cuda", model=tiny_llama(torch.float32, **WIDER), **{precision: True}
     )
     assert found == pytest.approx(losses, rel=1e-2)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("one_kernel")
-def test_a_resumed_run_has_the_same_losses(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    losses, *_ = trained(tmp_path, **saving)
-    again = trainer(tmp_path, **saving)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(again.state.log_history, "loss") == losses
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("one_kernel")
-def test_what_is_not_finite_is_named(tmp_path):
-    model = tiny_llama(torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight[3] = torch.nan
-    with pytest.raises(FloatingPointError, match="optimizer step 0.* NaN or infinity in the loss"):
-        trained(tmp_path, model=model)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("one_kernel")
-def test_predictions_come_in_order(tmp_path):
-    found = {}
-    for device in ("cpu", "cuda"):
-        made = trainer(tmp_path / device, use_cpu=device == "cpu")
-        made.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
-        found[device] = made.predict(documents([5, 9, 30])).predictions
-    np.testing.assert_array_equal(found["cuda"], found["cpu"])
 
 
 @pytest.mark.usefixtures("one_kernel")
