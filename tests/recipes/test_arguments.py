@@ -1,10 +1,8 @@
 """YAML and command line to dataclasses; every YAML of the recipes; one line for every mistake."""
 
 import io
-import json
 import os
 from contextlib import nullcontext, redirect_stderr, suppress
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,12 @@ from arguments import (
     PreferenceArguments,
     PromptArguments,
     parse,
-    to_argv,
 )
 from dpo import FlexSeqDPOConfig
 from grpo import FlexSeqGRPOConfig
 from hf_flexseq import FlexSeqConfig
 from hf_flexseq.distributed.agreement import ErrorCapture
-from mistakes import errors_in_a_line, refusals_in_a_line
+from mistakes import refusals_in_a_line
 from tests.ranks import join, run_cases
 from vision_model import VisionModelArguments
 
@@ -76,11 +73,6 @@ def test_yaml_fills_all_three_and_the_command_line_wins(tmp_path):
     assert data.max_length == 5
 
 
-def test_mappings_lists_and_null_become_arguments():
-    given = {"a": {"b": 1}, "c": [1, 2], "d": None, "e": False, "f": -1}
-    assert to_argv(given) == ['--a={"b": 1}', "--c", "1", "2", "--e=False", "--f=-1"]
-
-
 def test_a_named_model_wins_over_a_config_and_one_is_needed(tmp_path, capsys):
     model, _, _ = parsed(tmp_path, "--model_name_or_path", "some/model", "--lora_r", "8")
     assert (model.model_name_or_path, model.lora_r) == ("some/model", 8)
@@ -106,15 +98,6 @@ def test_every_task_file_parses(path, tmp_path):
     if recipe != "dpo":
         assert training.eval_on_start, "a run ends with the held-out figures of both ends"
     assert (model.model_name_or_path is None) == (path.parent.name == "quickstart")
-
-
-@pytest.mark.parametrize("recipe", TYPES)
-def test_options_that_several_types_share_are_known(recipe):
-    names = []
-    for kind in (*TYPES[recipe], MODELS.get(recipe, ModelArguments)):
-        names += [option.name for option in fields(kind) if option.init]
-    shared = {name for name in names if names.count(name) > 1}
-    assert shared <= {"max_length", "trust_remote_code"}
 
 
 def test_a_shared_option_is_what_ours_says_and_reaches_all(tmp_path):
@@ -174,38 +157,6 @@ def test_a_mistake_is_one_line(recipe, argv, yaml, message, tmp_path, capsys):
     assert message in error
     assert error.startswith("error: ")
     assert error.count("\n") == 1
-
-
-def test_only_the_first_process_of_a_node_complains(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit):
-        parsed(tmp_path, "--max_length", "1")
-    assert capsys.readouterr().err == ""
-
-
-def test_a_line_says_which_package_raised_an_error_that_is_not_ours(capsys):
-    with pytest.raises(SystemExit, match="2"), errors_in_a_line():
-        FlexSeqConfig(cost_model="")
-    with pytest.raises(SystemExit, match="2"), errors_in_a_line():
-        json.loads("[\n")
-    ours, theirs = capsys.readouterr().err.splitlines()
-    assert ours.startswith("error: cost_model=''")
-    assert "raised in" not in ours
-    assert theirs.startswith("error: Expecting value: line 2 column 1 (char 2) (raised in json.")
-    with pytest.raises(KeyError), errors_in_a_line():
-        {}["a bug keeps its traceback"]
-
-
-def test_refusals_during_a_run_are_one_line_and_mistakes_elsewhere_are_not(capsys):
-    with pytest.raises(SystemExit, match="2"), refusals_in_a_line():
-        FlexSeqConfig(cost_model="")
-    assert capsys.readouterr().err.count("\n") == 1
-    in_library = {"__name__": "hf_flexseq.somewhere"}
-    exec("def bug():\n    int('x')", in_library)
-    for fails in (lambda: int("x"), lambda: json.loads("[\n"), in_library["bug"]):
-        with pytest.raises(ValueError), refusals_in_a_line():
-            fails()
-    assert capsys.readouterr().err == ""
 
 
 REFUSED = {True: {"cost_model": ""}, False: {"planner": "best"}}  # a job says a line once

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from arguments import DataArguments, PreferenceArguments, PromptArguments
-from corpus import load_documents, set_aside, stdlib, stdlib_files
+from corpus import load_documents, set_aside
 from rows import broken_line, check_rows, check_template, is_blank
 
 ROWS = [{"text": f"document {i}"} for i in range(200)]
@@ -44,13 +44,6 @@ def test_local_data_in_every_form_gives_the_same_documents(kind, tmp_path):
     assert 20 <= len(held_out) <= 60
 
 
-def test_a_text_file_is_one_document(tmp_path):
-    (tmp_path / "book.txt").write_text("one\n\ntwo\n")
-    train, held_out = loaded(tmp_path / "book.txt", held_out_fraction=0.0)
-    assert train["text"][:] == ["one\n\ntwo\n"]
-    assert len(held_out) == 0
-
-
 def test_a_held_out_split_of_its_own(tmp_path):
     splits = DatasetDict(train=Dataset.from_list(ROWS[:5]), test=Dataset.from_list(ROWS[5:8]))
     splits.save_to_disk(tmp_path / "both")
@@ -67,31 +60,6 @@ def test_the_side_of_a_document_depends_on_its_content_alone():
     assert half == everything & set(TEXTS[::-2])
     doubled = set_aside(Dataset.from_list(ROWS + ROWS), ("text",), 0.3)
     assert set(doubled[0]["text"]).isdisjoint(doubled[1]["text"])
-
-
-def test_limits_are_spread_over_the_corpus(tmp_path):
-    path = written_as("jsonl", tmp_path)
-    train, _ = loaded(path, held_out_fraction=0.0, max_train_documents=4)
-    assert train["text"][:] == [f"document {i}" for i in (0, 50, 100, 150)]
-
-
-def test_the_standard_library_without_tests_and_installed_packages(tmp_path):
-    for name in ("a.py", "pkg/b.py", "pkg/data.txt", "test/c.py", "site-packages/d.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}\n")
-    (tmp_path / "empty.py").write_text("\n")
-    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    paths = [row["path"] for row in stdlib_files(str(tmp_path), "3.x")]
-    assert paths == ["a.py", "latin.py", "pkg/b.py"]
-
-
-def test_other_code_makes_another_corpus_of_the_standard_library(tmp_path):
-    maker = tmp_path / "maker.py"
-    versions = {stdlib()["version"]}
-    for text in ("one", "other"):
-        maker.write_text(text)
-        versions.add(stdlib(str(maker))["version"])
-    assert len(versions) == 3
 
 
 @pytest.mark.parametrize(
@@ -127,12 +95,6 @@ def test_other_columns_are_refused_by_name(arguments, written, message, tmp_path
     (tmp_path / "a.jsonl").write_text(json.dumps(written) + "\n")
     with pytest.raises(ValueError, match=message):
         load_documents(arguments(dataset=str(tmp_path / "a.jsonl")))
-
-
-def test_a_broken_file_of_a_folder_is_refused_by_the_name_of_the_folder(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(ValueError, match=f"{tmp_path} cannot be read: JSON parse error"):
-        loaded(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["no-such.jsonl", "./no-such-folder"])

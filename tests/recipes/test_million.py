@@ -8,7 +8,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from arguments import DataArguments, ModelArguments, parse
+from arguments import ModelArguments, parse
 from hf_flexseq import FlexSeqConfig
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.analytic_model import analytic_cost_model
@@ -78,9 +78,3 @@ def test_overrides_that_cannot_be_are_refused(overrides, model, message):
             model_config={"model_type": "llama"},
             config_overrides=overrides,
         )
-
-
-def test_documents_that_are_longer_are_cut(tmp_path):
-    _, data, _ = parsed(tmp_path)
-    assert isinstance(data, DataArguments)
-    assert data.long_sequences == "split"

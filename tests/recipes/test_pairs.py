@@ -4,14 +4,8 @@ import pytest
 from datasets import Dataset
 
 from arguments import PreferenceArguments
-from bpe import train_bpe
 from corpus import load_documents
-from pairs import measure, texts_of, to_pairs, tokens_of
-
-CHAT = (
-    "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>{% endif %}"
-)
+from pairs import to_pairs
 
 
 def test_all_pairs_of_a_prompt_are_on_one_side(tmp_path):
@@ -51,24 +45,3 @@ def test_long_pairs_are_refused_truncated_or_dropped(tokenizer):
     # a prompt that fills the context leaves nothing of its answers
     with pytest.raises(ValueError, match="no pair is left of 1"):
         fitted(rows(1, prompt="import os" + "y" * 30), long_pairs="truncate")
-
-
-def test_a_pair_is_measured_as_trl_tokenizes_it(tokenizer):
-    pair = {"prompt": ["import os"], "chosen": ["xx"], "rejected": ["x"]}
-    alone = len(tokenizer("import os").input_ids)
-    both = len(tokenizer("import osxx").input_ids)
-    assert measure(pair, tokenizer) == {"prompt_length": [alone], "length": [both + 1]}
-    del pair["prompt"]
-    whole = len(tokenizer("xx").input_ids) + 1
-    assert measure(pair, tokenizer) == {"prompt_length": [0], "length": [whole]}
-
-
-def test_conversations_go_through_the_chat_template():
-    tokenizer = train_bpe(["x"], vocab_size=258)
-    tokenizer.chat_template = CHAT
-    prompt = [{"role": "user", "content": "ab"}]
-    answer = [{"role": "assistant", "content": "abc"}]
-    assert tokens_of(prompt, None, tokenizer) == 1 + 2 + 1 + 1
-    assert tokens_of(prompt, answer, tokenizer) == (1 + 2 + 1) + (1 + 3 + 1)
-    assert texts_of(Dataset.from_list([{"chosen": answer, "rejected": prompt}])) is None
-    assert list(texts_of(rows(1))) == ["import os", "x"]

@@ -4,11 +4,8 @@ import pytest
 from datasets import Dataset
 
 from arguments import PromptArguments
-from bpe import train_bpe
-from characters import character_tokenizer
-from corpus import load_documents
-from prompts import MADE, PLACES, counting_prompts, texts_of, to_prompts, tokens_of
-from rewards import check_columns, counts_on, exact, load_rewards, text_of
+from prompts import PLACES, counting_prompts, to_prompts
+from rewards import check_columns, counts_on, exact, load_rewards
 
 CHAT = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>"
 CHAT += "{% endif %}"
@@ -27,12 +24,6 @@ def test_made_prompts_are_digits_always_the_same_and_have_a_long_tail():
     assert lengths[-1] > 150
 
 
-def test_made_prompts_are_loaded_by_name():
-    train, held_out = load_documents(PromptArguments(held_out_fraction=0.1), MADE)
-    assert set(train["prompt"]).isdisjoint(held_out["prompt"])
-    assert len(character_tokenizer(texts_of(train))) == 10 + 3
-
-
 def test_long_prompts_are_refused_or_dropped(tokenizer):
     prompts = Dataset.from_list([{"prompt": "x" * n, "answer": str(n)} for n in (1, 2, 90)])
     said = "1 of 3 prompts are longer than max_prompt_length=20 tokens: set"
@@ -44,15 +35,6 @@ def test_long_prompts_are_refused_or_dropped(tokenizer):
     assert report == "2 prompts of at most 20 tokens (1 longer ones dropped)"
     with pytest.raises(ValueError, match="no prompt is left of 1"):
         to_prompts(prompts.select([2]), tokenizer, dropping)
-
-
-def test_conversations_go_through_the_chat_template():
-    tokenizer = train_bpe(["x"], vocab_size=258)
-    tokenizer.chat_template = CHAT
-    prompt = [{"role": "user", "content": "ab"}]
-    assert tokens_of(prompt, tokenizer) == 1 + 2 + 1
-    assert tokens_of("ab", tokenizer) == 1 + 2
-    assert texts_of(Dataset.from_list([{"prompt": prompt}])) is None
 
 
 # ---- rewards
@@ -73,13 +55,6 @@ def test_counting_on_is_the_share_of_places_with_the_next_digit():
         for said, score in scores.items():
             found = counts_on(prompts=[prompt], completions=[said], places=[places], answer=said)
             assert found == [score], (prompt, said)
-
-
-def test_exact_leaves_whitespace_around_an_answer_aside():
-    assert exact(completions=["42", " 42\n", "4 2"], answer=["42"] * 3) == [1.0, 1.0, 0.0]
-    said = [{"role": "assistant", "content": "42"}]
-    assert text_of(said) == "42"
-    assert exact(completions=[said], answer=["42"]) == [1.0]
 
 
 def test_functions_are_named_or_come_from_a_module_or_a_file(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ import dpo
 import grpo
 import launch
 import run
-import sft
 from arguments import ModelArguments, PreferenceArguments
 from hf_flexseq import PlanInfeasible
 from model import load_base
@@ -51,26 +50,6 @@ def test_only_a_new_run_starts_a_new_trace(tmp_path):
 
 
 NEW = {"model_config": {"model_type": "llama"}}
-
-
-def test_a_tokenizer_is_trained_as_it_was_asked_for(tmp_path):
-    data = PreferenceArguments(tokenizer_cache=str(tmp_path))
-
-    def chosen(texts, **options):
-        return run.choose_tokenizer(ModelArguments(**NEW, **options), data, lambda: texts)
-
-    texts = ["ab\n", "ba"]
-    assert len(chosen(texts, tokenizer_vocab_size=258)) == 258
-    assert len(chosen(texts, new_tokenizer="characters")) == 6
-    with pytest.raises(ValueError, match="name a tokenizer_name_or_path for python-topics"):
-        chosen(None)
-
-
-def test_a_named_tokenizer_does_not_look_at_the_corpus(tmp_path, tokenizer):
-    tokenizer.save_pretrained(tmp_path)
-    model = ModelArguments(**NEW, tokenizer_name_or_path=str(tmp_path))
-    named = run.choose_tokenizer(model, PreferenceArguments(), lambda: pytest.fail("looked"))
-    assert named("x").input_ids == tokenizer("x").input_ids
 
 
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
@@ -176,48 +155,6 @@ def test_a_step_is_one_line_of_what_its_trainer_is_after():
         ({"eval_loss": 0.5, "eval_reward": 1.0}, "held-out loss 0.500  reward 1.000"),
     ):
         assert log_line(3, logs, None) == f"step    3  {said}"
-
-
-def trainer_that_logged(*logs, trace=None):
-    return SimpleNamespace(
-        args=SimpleNamespace(output_dir="runs/x", plan_trace=trace),
-        state=SimpleNamespace(log_history=list(logs)),
-    )
-
-
-def test_figures_of_a_run_are_its_first_and_its_last():
-    trainer = trainer_that_logged({"eval_loss": 3.0}, {"loss": 9.0}, {"eval_loss": 2.0})
-    assert run.first_and_last(trainer, "eval_loss") == (3.0, 2.0)
-    assert run.first_and_last(trainer, "eval_reward") is None
-
-
-def test_ends_of_a_run_are_compared_where_they_do_not_overlap():
-    trainer = trainer_that_logged(*({"reward": float(i)} for i in range(6)))
-    for count, means in ((2, (0.5, 4.5)), (3, (1.0, 4.0)), (4, None)):
-        assert run.mean_of_ends(trainer, "reward", count) == means
-
-
-def test_the_summary_ends_with_what_a_user_looks_for():
-    logs = [{"eval_loss": 8.314}, {"loss": 7.0}, {"eval_loss": 6.02}]
-    first, second, third = run.last_lines(
-        trainer_that_logged(*logs, trace="runs/x/t"), sft.summary
-    )
-    assert first == "held-out loss: 8.31 -> 6.02"
-    assert second.endswith("runs/x/t")
-    assert 'AutoModelForCausalLM.from_pretrained("runs/x")' in third
-
-    logs = [{"eval_loss": 0.6, "eval_rewards/accuracies": 0.5}]
-    logs.append({"eval_loss": 0.31, "eval_rewards/accuracies": 0.825})
-    first, second = run.last_lines(trainer_that_logged(*logs), dpo.summary)
-    assert first == "held out:      loss 0.31, 82% of the pairs in their order"
-    assert "runs/x" in second
-
-    logs = [{"reward": 0.25}] * grpo.ENDS + [{"reward": 0.75}] * grpo.ENDS
-    logs += [{"eval_reward": 0.2}, {"eval_reward": 0.8}]
-    first, second, third = run.last_lines(trainer_that_logged(*logs), grpo.summary)
-    assert first == "mean reward:   0.25 -> 0.75 (10 logs each)"
-    assert second == "held out:      0.20 -> 0.80"
-    assert "runs/x" in third
 
 
 # ---- how it ends

@@ -10,15 +10,6 @@ from pairs import MADE as PAIRS
 from topics import EVASION, TOPICS, load_topics, questions
 
 
-def test_each_topic_answers_the_question_that_names_it():
-    asked = dict(questions())
-    assert len(asked) > 70
-    lengths = sorted(map(len, asked.values()))
-    assert lengths[-1] > 20 * lengths[len(lengths) // 2], "lengths have a long tail"
-    (loop,) = (answer for question, answer in asked.items() if '"while"' in question)
-    assert loop.startswith('The "while" statement is used')
-
-
 def test_topics_become_conversations_and_pairs():
     made = {TOPICS: load_topics}
     train, held_out = load_documents(DataArguments(dataset=TOPICS, held_out_fraction=0.1), made)
