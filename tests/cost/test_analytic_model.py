@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
+from hf_flexseq.base.layers import Reach, RecurrentShape
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B, PRESETS, SHAPES
-from hf_flexseq.cost.shapes import HeadShape, ModelShape
+from hf_flexseq.cost.shapes import ModelShape
 
 WINDOW = Reach(window=256)
 DELTA = RecurrentShape(
@@ -86,26 +86,6 @@ def test_frozen_parameters_have_weights_alone():
         analytic_cost_model(LLAMA_8B, DEVICES["H100"], node).max_tokens_per_rank(8)
 
 
-def test_autocast_copies_no_weights_that_have_its_dtype():
-    node = Topology(nodes=1, ranks_per_node=8)
-    states = []
-    for hidden_bytes in (None, 2, 4):
-        cast = replace(LLAMA_8B, hidden_bytes=hidden_bytes)
-        states.append(analytic_cost_model(cast, DEVICES["H100"], node).state_bytes)
-    assert states[0] == states[1] == states[2] - 2 * LLAMA_8B.params
-
-
-@pytest.mark.parametrize(
-    "nodes, ranks", [(1, 1), (1, 8), (2, 8), (2, 4), (3, 2), (2, 12), (2, 16), (5, 3)]
-)
-def test_bandwidth_is_the_node_s_exactly_inside_nodes(nodes, ranks):
-    cost, device = estimate(LLAMA_8B, nodes, ranks, zero_stage=3), DEVICES["H100"]
-    assert all(cost.bandwidth(d, False) == device.intra_bytes for d in range(2, ranks + 1))
-    for n in range(2, nodes + 1):
-        speed = cost.bandwidth(n * ranks, True)  # a part of the bytes stays inside
-        assert device.inter_bytes < speed <= 2 * device.inter_bytes
-
-
 # ---- windows
 
 
@@ -124,20 +104,6 @@ def test_pairs_of_windows_and_weights_of_active_experts_are_counted():
         assert getattr(cost, name) == getattr(plain, name)
     lone = estimate(model, ranks=1)
     assert lone.state_bytes == 16.0 * model.params + 4 * model.vocab * model.hidden
-
-
-def test_heads_that_differ_by_kind_count_by_kind():
-    even = shape(layers=4, kv_heads=4, head_dim=32, reaches=((3, WINDOW),))
-    by_kind = ((FULL, HeadShape(4, 1, 32)), (WINDOW, HeadShape(4, 4, 16)))
-    cost, uneven = estimate(even), estimate(replace(even, head_shapes=by_kind))
-    # queries, and keys with values, of one full layer and three with a window
-    queries, keys = 4 * 32 + 3 * 4 * 16, 2 * 32 + 3 * 2 * 4 * 16
-    assert uneven.ring_bytes == 2 * 3 * keys
-    assert uneven.all_to_all_bytes == pytest.approx(2 * 8 / 3 * (2 * queries + keys))
-    assert uneven.attention_s == cost.attention_s
-    assert uneven.linear_s < cost.linear_s  # windows of half as many numbers
-    outputs = [one.activations.kinds[0].output_bytes for one in (cost, uneven)]
-    assert outputs[0] - outputs[1] == 2 * 3 * 4 * 16 / 4  # what attention gave, on the mean
 
 
 # ---- recurrent layers
@@ -206,15 +172,6 @@ def test_presets_have_the_published_sizes(model, billions, active, device):
 # ---- refused
 
 
-def test_shapes_without_meaning_are_refused():
-    with pytest.raises(ValueError, match="63 layers with a window or a chunk, of 62 layers"):
-        replace(SHAPES["gemma-3-27b"], reaches=((63, WINDOW),))
-    with pytest.raises(ValueError, match="9 gated delta layers, of 8 layers"):
-        recurrent(DELTA, 9)
-    with pytest.raises(ValueError, match="'rwkv' of recurrent layer: expected one of gated_delta"):
-        replace(DELTA, kind="rwkv")
-
-
 def test_memory_under_autocast_is_not_below_that_of_an_h100():
     # 16 checkpointed layers of 2,048 with float32 weights, in bfloat16 autocast: the peaks of
     # micro-batches of 16,384 and of 32,768 tokens (docs/limits.md)
@@ -232,8 +189,3 @@ def test_memory_under_autocast_is_not_below_that_of_an_h100():
         assert max(loss, replay) / 2**30 == pytest.approx(measured_gib, rel=0.04)
         # a plan counts what either moment holds
         assert measured_gib <= (state + tokens * cost.token_bytes) / 2**30 <= 1.1 * measured_gib
-
-
-def test_an_mlp_that_is_narrower_than_its_layer_gains_nothing_by_tiles():
-    cost = estimate(shape(hidden=512, intermediate=48))
-    assert cost.activations.kinds[0].tiled_bytes == 0

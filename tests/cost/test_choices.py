@@ -11,7 +11,7 @@ from hf_flexseq.cost.activations import Activations, LayerBytes
 from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.choices import choices_of, most_tokens, token_bytes, with_choice
 from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.cost.presets import LLAMA_8B
 from hf_flexseq.plan.memory import MemoryChoice
 from tests.plans import group, plan_of_groups
 
@@ -69,17 +69,6 @@ def test_a_small_model_holds_what_is_counted_by_hand():
     assert replace(SMALL, head_bytes=30).token_bytes(PLAIN) == 1 + 4 * 40 + 30
 
 
-def test_layers_of_other_kinds_count_where_they_stand():
-    large = replace(LAYER, kept_bytes=50, peak_bytes=100)
-    first = replace(SMALL, kinds=(LAYER, large), order=(1, 0, 0, 0))
-    last = replace(SMALL, kinds=(LAYER, large), order=(0, 0, 0, 1))
-    assert first.token_bytes(PLAIN) == 1 + 50 + 2 * 40 + 60
-    assert last.token_bytes(PLAIN) == 1 + 3 * 40 + 100
-    again = MemoryChoice(recomputed_layers=4)
-    assert first.token_bytes(again) == 1 + 100
-    assert Activations.from_record(last.to_record()) == last
-
-
 def test_what_runs_again_is_what_takes_longer():
     cost = llama(checkpointing=False)
     again = with_choice(cost, AGAIN)
@@ -113,16 +102,6 @@ def test_running_again_costs_more_where_weights_are_frozen():
     assert with_choice(plain, ALL).linear_s == pytest.approx(1.5 * plain.linear_s)
     assert with_choice(plain, ALL).linear_s == pytest.approx(checkpointed.linear_s)
     assert plain.linear_s == pytest.approx(llama(checkpointing=False).linear_s * 2 / 3)
-
-
-def test_a_choice_made_for_the_run_is_where_the_seconds_count_from():
-    """The estimate of a checkpointed model is that of a plain one under the same choice."""
-    plain, checkpointed = llama(checkpointing=False), llama(checkpointing=True)
-    chosen = with_choice(plain, ALL)
-    for name in ("linear_s", "attention_s", "all_to_all_bytes", "ring_bytes"):
-        assert getattr(chosen, name) == pytest.approx(getattr(checkpointed, name)), name
-    assert with_choice(checkpointed, ALL) is checkpointed
-    assert with_choice(checkpointed, None) is checkpointed
 
 
 def test_transfers_to_the_host_count_where_layers_do_not_hide_them():
@@ -188,18 +167,6 @@ def mixtures(as_set: MemoryChoice) -> list[MemoryChoice]:
             if all(one >= least for one, least in zip(values, astuple(as_set), strict=True)):
                 made.append(MemoryChoice(**dict(zip(asdict(as_set), values, strict=True))))
     return made
-
-
-def test_half_of_the_layers_run_again_where_there_are_fewer_rungs_than_five():
-    cost = llama(checkpointing=False)
-    again = replace(AGAIN, inputs_on_host=32, mlp_tiles=16)
-    tiles = replace(ON_HOST, outputs_on_host=24, mlp_tiles=16)
-    assert choices_of(cost, 64) == (PLAIN, ALL, ON_HOST, tiles, again)
-    assert choices_of(llama(checkpointing=True), 64) == (ALL, ON_HOST, tiles, again)
-    half = MemoryChoice(recomputed_layers=16)
-    untiled = replace(cost, activations=replace(cost.activations, mlp_share=0.0))
-    assert choices_of(untiled, 64) == (PLAIN, half, ALL, ON_HOST, replace(again, mlp_tiles=1))
-    assert choices_of(PRESETS["flexsp-gpt-7b-a100"], 64) == ()  # knows no activations
 
 
 def test_a_micro_batch_is_priced_by_its_own_choice():

@@ -20,7 +20,6 @@ from hf_flexseq.cost.correction import (
     learned_from,
     meeting_seconds,
     meetings,
-    nnls,
     usable,
 )
 from hf_flexseq.cost.devices import DEVICES
@@ -88,13 +87,6 @@ def test_the_fit_finds_the_factors_of_terms_that_the_steps_vary(sync):
     assert found.error < 0.03
 
 
-def test_steps_that_are_alike_move_the_common_factor_alone():
-    alike = observations_of(steps_of(1) * 20)[:1] * 20
-    factors = fit(alike).factors
-    common = alike[0].seconds / alike[0].terms.sum()
-    assert factors == pytest.approx([common] * len(ALL_TERMS), rel=1e-6)
-
-
 def test_a_stall_changes_little():
     good = observations_of(steps_of(12))
     stalled = [*good]
@@ -114,37 +106,10 @@ def test_senseless_seconds_are_left_out_with_a_line(seconds, caplog):
         fit([])
 
 
-def test_a_step_with_images_is_one_observation_that_knows_its_tower():
-    plan = steps_of(1)[0]
-    parts = measured(plan, "free")
-    (one,) = parts._replace(tower_s=3.0).observations(ESTIMATE, TWO)
-    apart = parts.observations(ESTIMATE, TWO)
-    assert one.terms[-1] == 3.0
-    together, first, second = apart  # ranks work alone side by side, and the slower one counts
-    slower = max(first, second, key=lambda part: part.seconds)
-    assert one.terms[:-1] == pytest.approx((together.terms + slower.terms)[:-1])
-    assert one.seconds == pytest.approx(together.seconds + slower.seconds)
-
-
 def test_no_factor_is_negative():
     terms = [np.array([1.0, n, *[0.0] * (len(ALL_TERMS) - 2)]) for n in range(1, 20)]
     falling = [Observation(one, 1 - 0.01 * one[1]) for one in terms]
     assert min(fit(falling).factors) >= 0
-
-
-def test_nnls_is_the_best_of_all_sets_of_positive_unknowns():
-    drawn = np.random.default_rng(0)
-    for _ in range(20):
-        rows, right = drawn.normal(size=(8, 4)), drawn.normal(size=8)
-        best = np.inf
-        for chosen in range(16):
-            free = [one for one in range(4) if chosen >> one & 1]
-            x = np.zeros(4)
-            if free:
-                x[free] = np.linalg.lstsq(rows[:, free], right, rcond=None)[0]
-            if (x >= 0).all():
-                best = min(best, np.linalg.norm(rows @ x - right))
-        assert np.linalg.norm(rows @ nnls(rows, right) - right) == pytest.approx(best)
 
 
 # ---- who waits for whom

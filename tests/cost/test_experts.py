@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel, lockstep_ns, step_ns
+from hf_flexseq.cost import CostModel, lockstep_ns
 from hf_flexseq.cost.analytic_model import analytic_cost_model
 from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.experts import ExpertLayers
-from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.presets import MODELS, PRESETS, load_cost_model
-from hf_flexseq.cost.sharding import gathered_params
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.options import PlanOptions
@@ -58,18 +56,6 @@ def test_a_micro_batch_takes_as_long_as_its_slowest_expert_group():
     assert lockstep_ns(cost, [micro_batch], lengths, NODE) == (max(alone),)
 
 
-def test_experts_of_all_ranks_leave_plans_as_they_are_without_them():
-    options = {"zero_stage": 3, "expert_ranks": 4}
-    cost = analytic_cost_model(QWEN, DEVICES["H100"], NODE, **options)
-    cost = replace(cost, state_bytes=0.0, sharded_state_bytes=0.0)
-    plan = make_plan(LONG_TAILED, NODE, cost)
-    without = make_plan(LONG_TAILED, NODE, own(cost))
-    assert step_ns(own(cost), plan.micro_batches, LONG_TAILED, NODE, sync="lockstep") == step_ns(
-        own(cost), without.micro_batches, LONG_TAILED, NODE, sync="lockstep"
-    )
-    assert plan.objective_s > without.objective_s
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_plan_beats_its_bound_and_no_degree_beats_the_plan(ranks):
     cost = analytic_cost_model(QWEN, DEVICES["H100"], NODE, zero_stage=3, expert_ranks=ranks)
@@ -80,37 +66,6 @@ def test_no_plan_beats_its_bound_and_no_degree_beats_the_plan(ranks):
         fixed = make_plan(LONG_TAILED, NODE, cost, PlanOptions(planner="static", sp_degree=degree))
         assert fixed.lower_bound_s <= fixed.objective_s
         assert plan.objective_s <= fixed.objective_s
-
-
-def test_the_bound_counts_experts():
-    cost = analytic_cost_model(QWEN, DEVICES["H100"], NODE, zero_stage=3, expert_ranks=4)
-    cost = replace(cost, state_bytes=0.0, sharded_state_bytes=0.0)
-    with_experts = make_plan(LONG_TAILED, NODE, cost).lower_bound_s
-    least_s = cost.experts.even_s * sum(LONG_TAILED) / 4
-    without = make_plan(LONG_TAILED, NODE, own(cost)).lower_bound_s
-    assert with_experts == pytest.approx(without + least_s, abs=1e-8)
-
-
-def test_experts_are_a_part_of_what_a_rank_computes_alone():
-    cost = analytic_cost_model(QWEN, DEVICES["H100"], NODE, zero_stage=3, expert_ranks=4)
-    each = analytic_cost_model(QWEN, DEVICES["H100"], NODE, zero_stage=3)
-    assert cost.linear_s + cost.experts.token_s == pytest.approx(each.linear_s)
-    # 48 layers, 8 experts to a token, 2,048 numbers of 2 bytes; six times with checkpointing
-    assert cost.experts.exchanged_bytes == 48 * 8 * 2048 * 2 * 6
-
-
-def test_a_rank_gathers_its_share_of_experts_alone():
-    dense = QWEN.params - QWEN.experts.params
-    assert gathered_params(QWEN, 64, 1) == QWEN.params
-    assert gathered_params(QWEN, 64, 8) == dense + QWEN.experts.params // 8
-    assert gathered_params(QWEN, 8, 8) == dense
-
-
-def test_a_forward_alone_has_a_third_of_the_work_and_of_the_exchanges():
-    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=EXPERTS)
-    experts = forward_only(cost).experts
-    assert experts.token_s == pytest.approx(EXPERTS.token_s / 3)
-    assert experts.exchanged_bytes == pytest.approx(EXPERTS.exchanged_bytes / 3)
 
 
 def test_ranks_that_expert_groups_do_not_divide_are_refused():

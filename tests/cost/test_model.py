@@ -19,7 +19,7 @@ from hf_flexseq.cost.experts import ExpertLayers
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.model import STATES, TERMS
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.cost.terms import scaled, term_seconds
+from hf_flexseq.cost.terms import term_seconds
 from hf_flexseq.plan import MicroBatch
 from tests.costs import simple_cost
 from tests.plans import group, planned
@@ -55,17 +55,6 @@ def test_preset_constants_and_memory_are_the_published_ones():
     assert FLEXSP.max_tokens_per_rank(64) == most == 5951
     at_192k = replace(FLEXSP, sharded_state_bytes=7.117 * 16 * 2**30)
     assert at_192k.max_tokens_per_rank(64) == 5993
-
-
-def test_bandwidth_of_unmeasured_degrees():
-    speed = dict(FLEXSP.bandwidths)
-    inside, across = (
-        [FLEXSP.bandwidth(d, spans) for d in (2, 3, 5, 6, 8)] for spans in (False, True)
-    )
-    assert inside == [speed[2], speed[4], speed[8], speed[8], speed[8]]
-    assert across == [speed[16]] * 5
-    wide = [FLEXSP.bandwidth(d, True) for d in (16, 24, 48, 64, 1024)]
-    assert wide == [speed[d] for d in (16, 32, 64, 64, 64)]
 
 
 def test_ulysses_with_heads_that_do_not_divide():
@@ -186,13 +175,6 @@ def test_lockstep_waits_for_the_slowest_rank_of_each_micro_batch():
     assert step_ns(SIMPLE, STEP, LENGTHS, node, sync="lockstep") == 214e9
 
 
-def test_groups_of_two_ranks_and_more_pay_their_latency():
-    cost, node = replace(SIMPLE, group_s=3.0), Topology(nodes=1, ranks_per_node=3)
-    later, before = (free_ns(model, STEP[:1], LENGTHS, node) for model in (cost, SIMPLE))
-    assert [(a - b) / 1e9 for a, b in zip(later, before, strict=True)] == [3, 3, 0]
-    assert free_ns(cost, STEP, LENGTHS, node) > free_ns(SIMPLE, STEP, LENGTHS, node)
-
-
 @pytest.mark.parametrize("overlap", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_group_takes_its_attention_or_its_waits_whichever_is_longer(strategy, overlap):
@@ -213,12 +195,6 @@ def test_a_group_takes_its_attention_or_its_waits_whichever_is_longer(strategy, 
     # a rank alone launches in the constant of the micro-batch
     alone = group(0, 1, 0)
     assert group_ns(cost, alone, (8,), node) == group_ns(SIMPLE, alone, (8,), node) + 64e9
-
-
-def test_a_hybrid_waits_like_ulysses_inside_a_node_and_for_its_nodes_across():
-    cost = simple_cost(ring_bytes=3.0, group_s=1.0, group_rank_s=1.0)
-    assert cost.waits(4, "hybrid", False) == cost.waits(4, "ulysses", False)
-    assert cost.waits(16, "hybrid", True).always == 3_000_000_000
 
 
 EXPERTS = ExpertLayers(ranks=2, token_s=0.5, exchanged_bytes=2.0, rate=4.0, imbalance=1.5)
@@ -245,21 +221,6 @@ def test_terms_of_a_micro_batch_add_up_to_its_seconds():
         assert seconds.sum(axis=1) == pytest.approx(ranks, abs=1e-8)
 
 
-def test_scaled_models_have_scaled_terms():
-    node = Topology(nodes=1, ranks_per_node=2)
-    cost = replace(H200, experts=EXPERTS, summary_bytes=1e6, overlap=0.0)
-    micro_batch = MicroBatch(
-        groups=(group(0, 2, 0, strategy="zigzag"), group(0, 2, 1, strategy="ulysses"))
-    )
-    factors = np.arange(1.0, 1 + len(TERMS))
-    before, after = (
-        term_seconds(one, micro_batch, (4000, 300), node) for one in (cost, scaled(cost, factors))
-    )
-    assert (before > 0).all()
-    assert after == pytest.approx(before * factors, abs=1e-8, rel=1e-4)
-    assert scaled(cost, np.zeros(len(TERMS))).linear_s > 0  # a token takes time
-
-
 def test_free_ranks_wait_only_in_their_groups():
     node = Topology(nodes=1, ranks_per_node=3)
     assert [ns / 1e9 for ns in free_ns(SIMPLE, STEP, LENGTHS, node)] == [210, 210, 0]
@@ -274,16 +235,6 @@ def test_free_ranks_wait_only_in_their_groups():
 # ---- what is chosen
 
 K = 1024
-
-
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "tried"),
-    [(8, 8, True), (2, 4, True), (3, 6, True), (5, 6, False), (4, 1, False), (1, 8, False)],
-)
-def test_auto_tries_hybrids_where_they_are_priced_for_their_nodes(nodes, per_node, tried):
-    asked = H200.allowed("auto", Topology(nodes=nodes, ranks_per_node=per_node))
-    assert ("hybrid" in H200.strategies(asked)) == tried
-    assert "hybrid" not in FLEXSP.strategies(asked)  # which knows no ring
 
 
 def test_auto_takes_a_hybrid_that_beats_all_other_strategies():

@@ -74,6 +74,7 @@ def test_a_model_of_an_earlier_version_is_refused_in_one_line(tmp_path):
         ({"kernel": {"block": 128}}, "kernel"),
         ({"kernel": WITH_CUDNN.to_record() | {"tile": 0}}, "kernel, tile=0"),
         ({"kernel": WITH_CUDNN.to_record() | {"own_paces": [[1]]}}, "own_paces: .* of pairs"),
+        ({"kernel": WITH_CUDNN.to_record() | {"own_paces": [[4, 1], [2, 1]]}}, "must ascend"),
         ({"name": 3}, "name=3"),
         ({"bandwidths": []}, "at least one"),
         ({"bandwidths": {"2": 1}}, "must be a list"),

@@ -11,10 +11,8 @@ from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import LLAMA_8B
 from hf_flexseq.cost.sharding import (
     PLAIN,
-    POLICIES,
     FsdpFigures,
     FsdpPolicy,
-    replicated,
     shards_span_nodes,
     trip_seconds,
 )
@@ -33,13 +31,6 @@ FIGURES = FsdpFigures(
 )
 # Micro-batches of 3.5 s, of which 3 s are trips, and next to nothing for what is in them.
 COST = simple_cost(micro_batch_s=3.5, budget_bytes=1000.0)
-
-
-def test_trips_are_counted_by_step():
-    assert [policy.trips(4) for policy in (PLAIN, KEEPS, ONCE, BOTH)] == [12, 5, 9, 2]
-    assert [policy.trips(1) for policy in (PLAIN, KEEPS, ONCE, BOTH)] == [3, 2, 3, 2]
-    for policy in POLICIES:
-        assert policy.trips(9) - policy.trips(8) == policy.repeated_trips
 
 
 @pytest.mark.parametrize(
@@ -75,20 +66,6 @@ def test_candidates_weigh_trips_against_more_micro_batches():
     assert FIGURES.candidates([100], 1, COST, None) == [(KEEPS, 700), (BOTH, 300)]
     # nothing is promised where the cost model has no trips
     assert replace(FIGURES, trip_s=0.0).candidates([100] * 40, 1, COST, 300) == []
-
-
-@pytest.mark.parametrize(
-    ("bound", "policies"),
-    [(300, [BOTH, KEEPS, ONCE]), (301, [KEEPS, ONCE]), (701, []), (2000, [])],
-)
-def test_the_user_s_bound_on_tokens_stays_and_must_fit(bound, policies):
-    found = FIGURES.candidates([100] * 40, 1, COST, bound)
-    assert found == [(policy, bound) for policy in policies]
-
-
-def test_only_repeated_trips_have_a_price():
-    prices = [FIGURES.priced(COST, policy).micro_batch_s for policy in (PLAIN, KEEPS, ONCE, BOTH)]
-    assert prices == [3.5, 1.5, 2.5, 0.5]
 
 
 # ---- planning with them
@@ -139,23 +116,6 @@ def test_an_estimate_counts_the_trips_that_policies_save(per_node, replicas):
     moved = {"moved_bytes": 2.0 * LLAMA_8B.params, "topology": nodes}
     trip_s = trip_seconds(cost, replicas=replicas, **moved)
     assert cost.micro_batch_s - whole.micro_batch_s == pytest.approx(3 * trip_s)
-
-
-def test_replicas_hold_more_and_move_less_far():
-    nodes, device = Topology(nodes=2, ranks_per_node=8), DEVICES["H100"]
-    flat, hybrid, whole = (
-        analytic_cost_model(LLAMA_8B, device, nodes, zero_stage=3, replicas=replicas)
-        for replicas in (1, 2, 16)
-    )
-    assert hybrid.sharded_state_bytes == 2 * flat.sharded_state_bytes
-    assert replicated(flat, 2).sharded_state_bytes == hybrid.sharded_state_bytes
-    assert replicated(flat, 1) is flat
-    moved = {"moved_bytes": 2.0 * LLAMA_8B.params, "topology": nodes}
-    trip, near, none = (trip_seconds(flat, replicas=replicas, **moved) for replicas in (1, 2, 16))
-    assert none == 0
-    assert trip / near == pytest.approx((device.intra_bytes / device.inter_bytes + 1) / 2)
-    assert flat.micro_batch_s - hybrid.micro_batch_s == pytest.approx(3 * (trip - near))
-    assert flat.micro_batch_s - whole.micro_batch_s == pytest.approx(3 * trip)
 
 
 @pytest.mark.parametrize(

@@ -85,42 +85,6 @@ def test_the_tight_bound_is_between_the_loose_one_and_the_optimum(fill):
     assert closer >= examples(8) / 4
 
 
-def test_the_tight_bound_is_close_to_plans_of_long_tailed_lengths():
-    """The loose bound spreads the longest sequence over ranks that it cannot use."""
-    tight_bound = pytest.importorskip("hf_flexseq.planner.tight_bound")
-    rng = random.Random(0)
-    topology = Topology(nodes=8, ranks_per_node=8)
-    lengths = [60_000, *(min(int(rng.lognormvariate(6.9, 1.7)), 40_000) for _ in range(64))]
-    options = PlanOptions(max_tokens_per_rank=12_000)
-    plan = make_plan(lengths, topology, FLEXSP, options)
-    task = loosest_task(lengths, topology, FLEXSP, options)
-    found, solved = tight_bound.tight_bound_ns(task, round(1e9 * plan.objective_s))
-    assert solved
-    assert 1.15 * plan.lower_bound_s < found / 1e9 <= plan.objective_s < 1.03 * found / 1e9
-
-
-def test_the_tight_bound_by_hand():
-    tight_bound = pytest.importorskip("hf_flexseq.planner.tight_bound")
-
-    def bound(lengths, ranks, strategy="auto"):
-        topology = Topology(nodes=1, ranks_per_node=ranks)
-        options = PlanOptions(max_tokens_per_rank=4000, strategy=strategy)
-        task = loosest_task(lengths, topology, MODEL, options)
-        return tight_bound.tight_bound_ns(task, 10**10)[0] - MODEL.micro_batch_ns
-
-    # One that needs both ranks, and one that runs before or after it on one of them or on both.
-    wide = MODEL.sequence_ns(6000, 2, "ulysses", False)
-    other = min(
-        MODEL.sequence_ns(1000, degree, name, False)
-        for degree, name in ((1, "local"), (2, "ulysses"))
-    )
-    assert bound([6000, 1000], 2) == pytest.approx(wide + other, rel=1e-4)
-    # The longest alone, and two ranks with two each that wait for it.
-    longest = MODEL.sequence_ns(4000, 1, "local", False)
-    assert longest > 2.2 * MODEL.sequence_ns(1900, 1, "local", False)
-    assert bound([4000] + 4 * [1900], 3, "local") == pytest.approx(longest, rel=1e-4)
-
-
 def test_the_bound_by_hand():
     """Two sequences on two ranks of one node; the long one needs both."""
     node = Topology(nodes=1, ranks_per_node=2)

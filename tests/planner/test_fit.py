@@ -15,9 +15,7 @@ from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.fit import (
     fastest,
     ladder,
-    next_levers,
     ranks_for,
-    seconds_of,
     where_it_fits,
 )
 
@@ -71,38 +69,6 @@ def test_a_planner_that_chooses_holds_the_last_rung_and_refuses_more_with_what_f
     # a bound that the user sets is raised by the user
     with pytest.raises(PlanInfeasible, match="Raise max_tokens_per_rank to 125, use more ranks"):
         make_plan([1000], NODE, cost, PlanOptions(max_tokens_per_rank=100))
-
-
-def test_the_fastest_choice_is_that_of_a_planner_for_a_sequence_alone():
-    cost = llama()
-    for length in (8, 100_000, 700_000, 1_048_576, 2_097_152):
-        found = fastest(cost, NODE, length)
-        assert found.tokens_per_rank * 8 >= length
-        for choice in choices_of(cost, 8):
-            if most_tokens(cost, choice, 8) * 8 >= length:
-                assert found.seconds <= seconds_of(cost, NODE, choice, length)
-        if length > 100_000:  # on fewer ranks, others are faster
-            assert make_plan([length], NODE, cost).objective_s == pytest.approx(found.seconds)
-    longest = ladder(cost, NODE)[-1].longest
-    assert fastest(cost, NODE, longest) is not None
-    assert fastest(cost, NODE, longest + 1) is None
-
-
-def test_lines_say_what_takes_a_sequence_further_and_what_it_costs():
-    cost = llama()
-    rungs = ladder(cost, NODE)
-    *levers, last = next_levers(cost, NODE, rungs)
-    assert len(levers) == len(rungs) - 1
-    # a pass more in linear layers, of three
-    assert f"beyond {rungs[0].longest:,} tokens: 32 layers recomputed costs +" in levers[0]
-    assert "attention of 32 recomputed" in levers[-1]
-    assert "more ranks" in last
-    # the host binds the last rung, unless there is enough of it
-    assert "of the host" not in last
-    small = llama(host_gib=60)
-    assert "of the host than 60 GiB a rank" in next_levers(small, NODE, ladder(small, NODE))[-1]
-    plenty = llama(host_gib=4000)
-    assert "of the host" not in next_levers(plenty, NODE, ladder(plenty, NODE))[-1]
 
 
 def test_a_sequence_that_does_not_fit_as_set_is_told_where_it_does():

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost.analytic_model import analytic_cost_model
-from hf_flexseq.cost.devices import DEVICES
-from hf_flexseq.cost.presets import LLAMA_8B, PRESETS
+from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan.images import IMAGE, ImageSize, frames_of_parts, place_images
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
@@ -84,20 +82,6 @@ def test_the_graph_of_a_sharded_tower_is_kept_in_a_step_of_one_micro_batch():
     assert not planned_so(small, [100] * 8, tower=sharded, max_tokens_per_rank=100).keeps_graph
     frozen = sharded.forward_only()
     assert planned_so(small, [MOST // 2] * 16, tower=frozen).keeps_graph
-
-
-def test_choices_for_activations_may_make_room_for_a_graph():
-    """Micro-batches that recompute layers hold a long sequence beside the graph: a step of this
-    tower, whose second forward takes long, is planned so."""
-    llama = analytic_cost_model(LLAMA_8B, DEVICES["H100"], NODE, zero_stage=3, checkpointing=False)
-    cost = replace(llama, tower=TOWER)
-    most = cost.max_tokens_per_rank(8)
-    slow = replace(TOWER, patch_s=TOWER.patch_s * 1000)
-    lengths = [6 * most, *[1000] * 7]
-    patches = int(0.5 * cost.free_bytes(8) / TOWER.patch_bytes)
-    without = replace(cost, activations=None)
-    assert not planned_so(patches, lengths, cost=without, tower=slow).keeps_graph
-    assert planned_so(patches, lengths, cost=cost, tower=slow).keeps_graph
 
 
 # ---- drawn steps

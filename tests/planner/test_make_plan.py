@@ -2,7 +2,6 @@
 same on every run; and the order of its micro-batches."""
 
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,22 +15,13 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan import MicroBatch, PlanInfeasible
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.order import communication_first
-from hf_flexseq.planner.search.auto import exchanges
 from tests.plans import group, planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
-GEMMA = PRESETS["gemma-3-27b-h100"]
 H200 = PRESETS["llama-3.1-8b-h200"]
 CLUSTER = Topology(nodes=8, ranks_per_node=8)
 PAIR = Topology(nodes=1, ranks_per_node=2)
-NODE = Topology(nodes=1, ranks_per_node=4)
-EIGHT = Topology(nodes=2, ranks_per_node=4)
 CAP = {"max_tokens_per_rank": 20_000}
-
-
-def long_tailed(count: int, seed: int, limit: int) -> list[int]:
-    rng = random.Random(seed)
-    return [min(limit, int(rng.lognormvariate(6.9, 1.75)) + 1) for _ in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -55,19 +45,6 @@ def test_no_single_degree_beats_it_by_a_percent_on_64_ranks(lengths, sync):
             assert plan.objective_s <= 1.01 * static.objective_s
 
 
-@pytest.mark.parametrize("fill", [0.9, 0.95, 0.99])
-def test_memory_nearly_full(fill):
-    lengths = long_tailed(256, seed=3, limit=300_000)
-    cap = int(sum(lengths) / 64 / 2 / fill) + 1
-    plan = planned(lengths, CLUSTER, FLEXSP, max_tokens_per_rank=cap)
-    assert len(plan.micro_batches) <= (2 if fill < 0.97 else 3)
-
-
-def test_near_the_lower_bound_on_long_tailed_batches():
-    plans = [make_plan(long_tailed(512, seed, 300_000), CLUSTER, FLEXSP) for seed in range(3)]
-    assert np.mean([plan.objective_s / plan.lower_bound_s for plan in plans]) < 1.07
-
-
 def test_rings_have_to_be_faster_than_ulysses_by_more_than_a_percent():
     """A sequence on a node of eight ranks, whose ring takes 0.5 % or 2 % less than Ulysses."""
     node = Topology(nodes=1, ranks_per_node=8)
@@ -83,14 +60,6 @@ def test_rings_have_to_be_faster_than_ulysses_by_more_than_a_percent():
         cost = replace(plain, all_to_all_bytes=once * (1 + share))
         plan = planned([150_000], node, cost, **CAP)
         assert [group.strategy for one in plan.micro_batches for group in one.groups] == [name]
-
-
-def test_exchanges_of_rings_and_across_nodes_count_twice():
-    lengths = (100, 30, 7, 5)
-    made = MicroBatch(
-        groups=(group(0, 8, 0), group(0, 4, 1), group(4, 8, 2, strategy="zigzag"), group(0, 1, 3))
-    )
-    assert exchanges([made], lengths, EIGHT) == 2 * 100 + 30 + 2 * 7
 
 
 # ---- arguments
@@ -185,14 +154,6 @@ def test_the_hash_seed_does_not_matter_and_planning_needs_no_torch():
 # ---- notes
 
 
-def test_a_note_says_that_memory_forces_a_degree():
-    plan = planned([80_000, *[500] * 40], CLUSTER, FLEXSP, planner="zeppelin")
-    assert max(plan.degrees()) == 16
-    assert plan.notes == (
-        "degree 16 for sequence 0 (80,000 tokens): the fewest ranks with enough memory",
-    )
-
-
 def test_a_note_compares_the_seconds_of_a_chosen_degree():
     plan = make_plan([20_000, *[500] * 100], CLUSTER, FLEXSP)
     degree = max(plan.degrees())
@@ -204,13 +165,6 @@ def test_a_note_compares_the_seconds_of_a_chosen_degree():
         f"degree {degree} for sequence 0 (20,000 tokens, fits on 4): {chosen:.3g} s, "
     )
     assert f"{fewest:.3g} s on 4" in note
-
-
-def test_notes_on_degrees_that_were_not_chosen():
-    static = planned([500] * 4, NODE, FLEXSP, planner="static", sp_degree=2, **CAP)
-    local = planned([500] * 4, NODE, FLEXSP, strategy="local", **CAP)
-    assert static.notes == ("degree 2 for every sequence, set by sp_degree",)
-    assert local.notes == ("degree 1 for every sequence",)
 
 
 # ---- the order of micro-batches

@@ -20,7 +20,7 @@ from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make, make_plan
-from hf_flexseq.planner.memory import promise_ns, rungs_of
+from hf_flexseq.planner.memory import rungs_of
 from hf_flexseq.planner.process.jobs import GroupsJob
 from tests.plans import planned
 
@@ -101,13 +101,6 @@ def test_a_sequence_that_fits_nowhere_else_gets_one_and_the_note_says_so():
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_the_longest_sequence_is_that_of_the_choice_with_most_room():
-    most = rungs_of(EIGHT, PlanOptions(), 8)[-1].tokens
-    check_choices(make_plan([8 * most], NODE, EIGHT), EIGHT, NODE)
-    with pytest.raises(PlanInfeasible, match=f"above max_tokens_per_rank={most}"):
-        make_plan([8 * most + 1], NODE, EIGHT)
-
-
 def test_a_bound_that_the_user_sets_is_kept():
     plan = planned([400_000], NODE, EIGHT, max_tokens_per_rank=50_000)
     assert plan.micro_batches[0].memory is None
@@ -175,16 +168,6 @@ def test_images_take_their_memory_under_every_choice():
     with pytest.raises(PlanInfeasible, match="what the step's images leave") as refused:
         make_plan([8 * most], NODE, EIGHT, **facts.arguments)
     assert "planner='auto'" not in str(refused.value)
-
-
-def test_the_promise_is_a_bound_that_is_met_where_everything_divides():
-    """Sequences of one rank each, as many as ranks."""
-    promised_ns = promise_ns([6000] * 8, NODE, EIGHT, PlanOptions())
-    assert make_plan([6000] * 8, NODE, EIGHT).objective_s == pytest.approx(promised_ns / 1e9)
-    lengths = [200_000, *long_tailed(60, 3, 30_000)]
-    promised_ns = promise_ns(lengths, NODE, EIGHT, PlanOptions())
-    assert 0.8 * make_plan(lengths, NODE, EIGHT).objective_s < promised_ns / 1e9
-    assert promised_ns / 1e9 <= make_plan(lengths, NODE, EIGHT).objective_s
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from hf_flexseq.planner.search.fill import fill_short, water_levels
 from hf_flexseq.planner.search.place import place_long
 from hf_flexseq.planner.search.repair import repair
 from hf_flexseq.planner.search.targets import starting_candidates
-from hf_flexseq.planner.static import static_micro_batches
 from hf_flexseq.planner.task import PlanTask
 from tests.planner.brute import (
     counted,
@@ -144,40 +143,6 @@ def test_water_levels_and_pouring_agree_with_looking_at_every_rank(cap):
             assert list(zip(batches, blocks, strict=True)) == slowly
             poured += 1
     assert poured
-
-
-def test_repair_shares_out_a_sequence_that_all_wait_for():
-    asked = problem((1, 4), count=1)
-    alone = counted(asked, [2], [0], 1)
-    shared = repair(asked, alone)
-    assert asked.blocks.shapes[asked.blocks.shape_of[shared.row2block[0]]] == (4, False)
-    assert shared.objective < alone.objective
-
-
-def test_repair_swaps_a_row_of_one_rank_for_a_row_of_two():
-    """Memory leaves no other change: 4,500 and 2,500 tokens are in the wrong micro-batches."""
-    lengths = (5000, 4500, 2500, 1500)
-    task = PlanTask(lengths=lengths, topology=topology((1, 2)), cost=FLEXSP, cap=5000)
-    asked = make_problem(task)
-    better = repair(asked, counted(asked, [2, 0, 2, 1], [1, 0, 1, 0], 2))  # block 2 has both ranks
-    assert better.row2block.tolist() == [2, 2, 0, 1]
-    assert better.row2batch.tolist() == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "lengths, degree, cap, groups",
-    [
-        # six halves and six thirds of a rank's memory fill five ranks: not two micro-batches
-        ([500] * 6 + [333] * 6, 1, 1000, [2] * 6),
-        ([600, 400, 500, 500], 6, 334, [4]),
-    ],
-)
-def test_static_packs_into_few_micro_batches(lengths, degree, cap, groups):
-    task = PlanTask(
-        lengths=tuple(lengths), topology=topology((1, 6)), cost=FLEXSP, cap=cap, sp_degree=degree
-    )
-    (made,) = static_micro_batches(task)
-    assert [len(group.sequences) for group in made.groups] == groups
 
 
 # ---- the worked example of planner/search/__init__.py

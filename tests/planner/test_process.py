@@ -25,7 +25,7 @@ from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process import client
-from hf_flexseq.planner.process.client import InlinePlanner, PlannerWorker, _environment
+from hf_flexseq.planner.process.client import InlinePlanner, PlannerWorker
 from hf_flexseq.planner.process.jobs import GroupsJob, job_from_record
 from hf_flexseq.planner.process.worker import serve
 from tests.pipelines import even_cost
@@ -148,26 +148,7 @@ def test_a_job_comes_back_from_its_record(job):
     assert job_from_record(json.loads(json.dumps(job.to_record()))) == job
 
 
-def test_a_job_of_no_kind_is_refused():
-    with pytest.raises(ValueError, match="must be groups or stages, got 'rows'"):
-        job_from_record({"kind": "rows"})
-
-
 # ---- pipelines
-
-
-@pytest.mark.processes
-def test_a_worker_plans_pipelines_too():
-    job = stages_job(replicas=2, schedule="seq1f1b")
-    with closing(PlannerWorker(job)) as worker:
-        for step in (0, 1):
-            worker.submit(step, [40, 30, 20])
-        first, there = worker.result(0), worker.result(1)
-    here = job.plan([40, 30, 20])
-    assert first.digest() == there.digest()
-    assert there.members == here.members
-    for one, other in zip(there.plans, here.plans, strict=True):
-        assert (one.chunks, one.actions) == (other.chunks, other.actions)
 
 
 @pytest.mark.processes
@@ -184,12 +165,6 @@ def test_the_first_step_of_a_quick_job_does_not_wait_for_the_process(monkeypatch
         with pytest.raises(ValueError, match="step 3 was not submitted, or its result was"):
             worker.result(3)
     assert [message["id"] for message in sent[1:]] == [4]
-
-
-def test_integer_programs_are_left_to_the_process():
-    quick = {"auto": True, "1f1b": True, "seq1f1b": True, "infinipipe": False}
-    assert {schedule: stages_job(schedule=schedule).is_quick for schedule in quick} == quick
-    assert not groups_job().is_quick
 
 
 # ---- its end
@@ -310,11 +285,3 @@ def test_nothing_is_imported_from_the_current_folder(path, tmp_path, monkeypatch
     with closing(PlannerWorker(groups_job())) as worker:
         worker.submit(0, [1])
         assert worker.result(0).lengths == (1,)
-
-
-def test_other_folders_on_the_path_stay(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"/one::.:lib:{tmp_path}:/two")
-    assert _environment()["PYTHONPATH"] == f"/one:{tmp_path}/lib:/two"
-    monkeypatch.delenv("PYTHONPATH")
-    assert "PYTHONPATH" not in _environment()

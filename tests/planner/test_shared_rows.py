@@ -15,7 +15,7 @@ from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.shared_rows import SharedRows, cut, restricted, unit_s, worthwhile
+from hf_flexseq.planner.shared_rows import SharedRows, restricted, worthwhile
 from tests.plans import random_unit
 
 COST = PRESETS["llama-3.1-8b-h200"]
@@ -32,39 +32,6 @@ def tokens_of(units, others=()):
     for unit in units:
         rows |= unit.row_tokens()
     return tuple(rows[row] for row in sorted(rows)) + tuple(others)
-
-
-def test_a_unit_that_gains_little_is_left_to_its_rows():
-    long, short = group_of(4096, [256, 256]), group_of(64, [4096, 4096], first=2)
-    rows = tokens_of([long, short])
-    assert worthwhile(rows, [long, short], COST, most=10**6) == (long,)
-
-
-def test_seconds_of_a_unit_are_those_of_its_tokens_and_pairs():
-    unit = group_of(8192, [1024] * 8)
-    cost = replace(COST, kernel=None)
-    alone = sum(cost.linear_s * n + cost.attention_s * n**2 for n in unit.row_tokens().values())
-    assert alone / unit_s(unit, cost) == pytest.approx(4.2, rel=0.03)
-
-
-def test_parts_of_a_unit_have_its_rows_and_pay_for_what_they_share():
-    unit = group_of(100, [10] * 6)
-    parts = cut(unit, 125)
-    assert [part.tokens for part in parts] == [120, 120, 120]
-    assert [row for part in parts for row, _ in part.rows] == list(range(6))
-    assert cut(unit, 160) == [unit]
-    assert cut(unit, 50) == [restricted(unit, [row]) for row in unit.rows]
-
-
-def test_some_of_the_lengths_of_a_step_have_their_own_shares():
-    lengths = SharedRows(
-        rows=(9, 9, 5), units=(Unit.of([(-1, 6), (0, 3), (0, 3)], [(0, 1), (1, 2)]),)
-    ).lengths()
-    assert (lengths[0], lengths[-1]) == (12, 5)
-    assert lengths.shares == (69 / 78, 1)
-    assert lengths[1:] == (5,)
-    assert lengths[1:].shares == (1,)
-    assert lengths[::-1].shares == (1, 69 / 78)
 
 
 def test_restricted_units_have_the_tokens_of_their_rows():
@@ -95,15 +62,6 @@ def test_a_plan_with_units_promises_less_than_one_without():
     assert shared.lower_bound_s <= shared.objective_s
     # without any the plan is the same as ever
     assert make_plan(rows, topology, COST, units=[]).digest() == apart.digest()
-
-
-def test_one_unit_on_many_ranks_is_shared_out_or_cut():
-    unit = group_of(256, [1024] * 8)
-    rows = tokens_of([unit])
-    topology = Topology(nodes=1, ranks_per_node=8)
-    apart = make_plan(rows, topology, COST)
-    shared = make_plan(rows, topology, COST, units=[unit])
-    assert shared.objective_s <= apart.objective_s
 
 
 def test_a_unit_that_no_ranks_can_hold_is_cut():
