@@ -261,16 +261,6 @@ def test_what_cannot_be_is_one_line_and_status_2(words, message, lengths, plan_f
     assert message in refused(words)
 
 
-def test_files_that_hold_no_lengths_or_no_plan_are_named(refused, tmp_path):
-    path = tmp_path / "bad"
-    for content in ("[3, 0]", "[3, -1]", "[]", "", '{"text": "x"}'):
-        path.write_text(content)
-        assert "bad: " in refused(f"plan --lengths {path} {MACHINE}")
-    for content in ("", "{}", "[1]", '{"lengths"', '{"lengths": [1]}\n{"lengths": [2]}'):
-        path.write_text(content)
-        assert str(path) in refused(f"view {path}")
-
-
 # ---- in processes of their own
 
 
@@ -309,12 +299,6 @@ def test_the_command_line_imports_no_torch_and_runs_alone(lengths, tmp_path):
     assert Plan.from_json(path.read_text()).planner == "auto"
     assert "backward of rank 0: " in done.stdout
     assert done.stderr.strip() == "[]"
-
-
-@pytest.mark.processes
-def test_the_module_can_be_run_and_exits_with_the_status():
-    words = ["plan", "--lengths", "x", "--topology", "8"]
-    assert started("-m", "hf_flexseq.cli", *words, returns=2).stderr.count("\n") == 1
 
 
 def test_compare_shows_the_gap_to_the_tight_bound(

@@ -139,11 +139,3 @@ def test_a_model_that_is_nowhere_is_one_line(refused, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     assert "fit: " in refused(f"fit {tmp_path}/missing --topology 1x8")
     assert "fit: " in refused(f"fit {tmp_path} --topology 1x8")
-
-
-def test_no_choice_needs_a_host_that_has_nothing(flexseq, tmp_path):
-    activations = replace(LLAMA.activations, host_bytes=0.0, mlp_share=0.0)
-    replace(LLAMA, activations=activations).save(tmp_path / "cost.json")
-    record = json.loads(flexseq(f"fit --cost-model {tmp_path}/cost.json --topology 1x8 --json -"))
-    assert len(record["ladder"]) == 4
-    assert not any(rung["host_bytes"] for rung in record["ladder"])

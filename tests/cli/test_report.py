@@ -17,8 +17,7 @@ from hf_flexseq.pipeline.planning.plan import parse
 from hf_flexseq.plan import Group, MicroBatch, Plan
 from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.planner import make_plan
-from hf_flexseq.view import report
-from hf_flexseq.view.report import data_uri, lengths_text, run_text, step_row, steps_figure
+from hf_flexseq.view.report import run_text, step_row
 from tests.budget import others_slow
 from tests.pipelines import plan_of
 
@@ -157,19 +156,6 @@ def test_a_report_has_the_table_of_compare(made, flexseq, lengths):
     assert [row[0] for row in page.steps()] == ["0", "1"]
 
 
-def test_a_planner_without_figures_has_its_reason(made, lengths):
-    page = made(lengths, f"{MACHINE} {FAST} --sp-degree 1 --max-tokens-per-rank 9000")
-    assert "static: step 0: sequence 7 has 60000 tokens" in page.text
-    assert "no single degree can run these lengths" in page.text
-
-
-def test_lengths_in_a_sentence():
-    assert lengths_text([1, 2, 3, 4, 90]) == (
-        "5 sequences with 100 tokens: 20 on average, 3 at the median, 90 at most. "
-        "The longest 5 % have 90 % of the tokens."
-    )
-
-
 # ---- a trace
 
 
@@ -257,30 +243,6 @@ def test_replicas_of_a_pipeline_are_one_step(made, trace):
     assert "Planners" not in page.text
 
 
-def test_a_plan_that_was_not_run_is_drawn(plan, made, tmp_path):
-    (tmp_path / "plan.json").write_text(json.dumps(plan.to_record(), indent=1))
-    page = made(tmp_path / "plan.json")
-    assert "Step 0, the only step" in page.text
-    assert "measured steps" not in page.text
-
-
-def planned_rows(plan, count):
-    return [step_row([RecordedStep(number=n, plan=plan, measured_s=None)]) for n in range(count)]
-
-
-@pytest.mark.slow
-def test_a_long_run_is_drawn_by_means(plan):
-    assert len(data_uri(steps_figure(planned_rows(plan, 5000)))) < 300_000
-
-
-@pytest.mark.slow
-def test_a_large_picture_is_a_png(plan, monkeypatch):
-    figure = steps_figure(planned_rows(plan, 2))
-    assert data_uri(figure).startswith("data:image/svg+xml;base64,")
-    monkeypatch.setattr(report, "MOST_SVG_BYTES", 1000)
-    assert data_uri(figure).startswith("data:image/png;base64,")
-
-
 # ---- images
 
 
@@ -302,14 +264,6 @@ def test_a_trace_shows_the_tower_of_steps_that_have_images(plan, made, trace):
     assert "tower" in page.images[0].decode()
 
 
-@pytest.mark.slow
-def test_a_page_without_images_has_no_word_of_a_tower(plan, made, trace):
-    page = made(trace([line(plan, n) for n in range(3)]), f"{MACHINE} {FAST}")
-    for word in ("images", "tower", "imbalance"):
-        assert word not in page.text
-    assert "tower" not in page.images[0].decode()
-
-
 def test_a_page_shows_experts_over_ranks(plan, made, trace):
     machine = "--topology 2x4 --cost-model qwen3-30b-a3b-ep4-h100"
     page = made(trace([line(plan, 0)]), f"{machine} --planners auto")
@@ -318,11 +272,6 @@ def test_a_page_shows_experts_over_ranks(plan, made, trace):
     (row,) = (one for one in page.rows if one[:1] == ["auto"])
     assert row[-1].endswith(" %")
     assert re.search(r"compute [0-9.]+ %, experts [0-9.]+ %, ", page.images[0].decode())
-
-
-def test_a_load_that_is_none_is_named(plan, trace, refused, tmp_path):
-    path = trace([line(plan, 0) | {"tower": {"images": 0, "seconds": 1, "imbalance": 1}}])
-    assert "images=0: must be at least 1" in refused(f"report {path} --html {tmp_path}/x.html")
 
 
 # ---- what a file brings
@@ -345,13 +294,6 @@ def test_hostile_names_stay_text(plan, made, tmp_path):
     assert f"by {evil}" in page.text
     assert f"the cost model {evil}" in page.text
     assert "<script>" not in page.text
-
-
-def test_the_template_refuses_a_value_that_is_missing():
-    import jinja2
-
-    with pytest.raises(jinja2.UndefinedError, match="source"):
-        report.page(summary=[])
 
 
 def test_what_cannot_be_reported_is_one_line(plan, trace, refused, lengths, tmp_path):

@@ -104,27 +104,12 @@ def test_an_expert_group_meets_after_its_ranks_groups():
         timeline_of(plan, Topology(nodes=1, ranks_per_node=3), cost)
 
 
-def test_the_parts_of_a_group_by_hand():
-    """32 s of attention on each rank, 24 bytes moved by each at 1 byte/s."""
-    assert parts_of("ulysses", replace(TINY, all_to_all_bytes=6.0)) == {
-        "linear layers": 4,
-        "attention": 32 * 10**9,
-        "copies": 0,
-        EXPOSED: 24 * 10**9,
-    }
-
-
 def test_a_ring_s_transfers_are_exposed_as_far_as_they_last_longer_than_attention():
     """32 s of attention on each rank, 4 tokens' keys and values moved."""
     for ring_bytes, exposed in ((6.0, 0), (12.0, 12 * 4 - 32)):
         parts = parts_of("zigzag", replace(TINY, ring_bytes=ring_bytes))
         assert parts["attention"] == 32 * 10**9
         assert parts[EXPOSED] == exposed * 10**9
-
-
-def test_copies_have_a_part_of_their_own():
-    parts = parts_of("ulysses", replace(TINY, pass_s=0.5))
-    assert parts["copies"] == 10 * 4 * 10**9 // 2
 
 
 def test_ranks_of_a_group_wait_for_the_last_of_them():
@@ -142,17 +127,6 @@ def test_memory_is_that_of_the_micro_batch_at_hand():
     held = [[m.bytes for m in timeline.memory if m.rank == rank] for rank in range(4)]
     assert held == [[104, 100], [104, 100], [106, 100], [100, 100]]
     assert timeline.peak_bytes == 106
-
-
-def test_shares_of_a_hand_made_step():
-    """Rank 0 computes 100 s and rank 1 a quarter of that, in lockstep."""
-    plan = plan_of_groups((10, 5), [group(0, 1, 0), group(1, 2, 1)])
-    timeline = timeline_of(plan, PAIR, TINY)
-    assert timeline.share("compute") == pytest.approx(125 / 200, rel=1e-6)
-    assert timeline.share("wait") == pytest.approx(75 / 200, rel=1e-6)
-    assert timeline.starts == (0,)
-    empty = timeline_of(plan_of_groups(()), NODE, FLEXSP)
-    assert (empty.stop, empty.share("wait")) == (0, 0.0)
 
 
 def test_what_cannot_be_priced_is_refused():

@@ -3,7 +3,6 @@
 import functools
 import json
 import random
-import re
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -23,8 +22,8 @@ from hf_flexseq.view import (
     text_grid,
     timeline_of,
 )
-from hf_flexseq.view.picture import COLOURS, colour_of
-from hf_flexseq.view.shares import boundaries, degrees, duration, shares
+from hf_flexseq.view.picture import colour_of
+from hf_flexseq.view.shares import degrees, duration, shares
 from hf_flexseq.view.timeline import Recorder, Timeline
 from tests.plans import group, plan_of_groups
 
@@ -72,18 +71,6 @@ def test_a_measured_sketch_is_in_seconds():
     assert degrees(timeline) == {1: 1, 2: 2, 4: 1}
     assert [duration(timeline, ns) for ns in (1_234_000_000, 1_234_000)] == ["1.23 s", "1.23 ms"]
     assert shares(timeline).startswith("compute ")
-
-
-def test_boundaries_only_where_all_ranks_pass_together():
-    assert boundaries(sketch(PLAN, 4)) == [20]
-    recorder = Recorder(2)
-    recorder.work(1, 3, "wait", "x")
-    for rank in (0, 1):
-        recorder.begin_micro_batch([rank])
-        recorder.work(rank, 4, "compute", "x", group=0, degree=1)
-    timeline = recorder.timeline("ns")
-    assert (timeline.starts, timeline.stop) == ((0, 3), 7)
-    assert boundaries(timeline) == []
 
 
 # ---- text
@@ -143,14 +130,6 @@ def test_a_picture_shows_groups_in_the_colour_of_their_degree(tmp_path, degree):
     assert (pixels[int(height * 0.6), width // 2] == 255).all()  # the lower half is idle
 
 
-def test_every_degree_of_a_node_has_a_colour_of_its_own():
-    assert [colour_of(2**index) for index in range(len(COLOURS))] == list(COLOURS)
-    assert colour_of(1024) == colour_of(2**15) == COLOURS[-1]
-    assert len({colour_of(degree) for degree in range(1, 17)}) == 16
-    red_of = [int(colour_of(degree)[1:3], 16) for degree in (2, 3, 4)]
-    assert red_of == sorted(red_of, reverse=True)
-
-
 def test_empty_timelines_can_be_shown(tmp_path):
     empty = sketch(plan_of_groups(()), 2)
     assert text_grid(empty).split() == ["0", "0", "tokens"]
@@ -164,22 +143,6 @@ def test_names_in_a_title_are_neither_markup_nor_mathematics(tmp_path):
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
     assert not [one for one in root.iter() if one.tag.endswith("script")]
     assert evil in "".join(root.itertext())
-
-
-@pytest.mark.parametrize(
-    "durations, numbers",
-    [([10] * 30, [str(number) for number in range(1, 30)]), ([1000, 1, 1, 1, 1000], ["1", "4"])],
-)
-def test_micro_batches_are_numbered_where_there_is_room(tmp_path, durations, numbers):
-    save_picture(lasting(*durations), tmp_path / "a.svg")
-    texts = re.findall(r"<text[^>]*>(.*?)</text>", (tmp_path / "a.svg").read_text())
-    after = texts[texts.index("micro-batch 0") :]
-    assert [text for text in after if text.isdigit()][: len(numbers)] == numbers
-
-
-@pytest.mark.parametrize("count, inches", [(2, 12), (25, 20), (60, 40)])
-def test_a_picture_is_as_wide_as_its_micro_batches_need(count, inches):
-    assert picture.picture_of(lasting(*[10] * count)).get_size_inches()[0] == inches
 
 
 def test_a_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
