@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.pipeline.carry import KVCarry, WrongOrder
 from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
 from tests.attention.dense import dense_attention
@@ -100,23 +99,6 @@ def test_chunks_equal_whole_sequences(kernel, heads, kind, sinks, replayed):
         torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_saves_queries_output_and_lse_alone_and_writes_keys_once():
-    tensors = qkv()
-    carry = KVCarry(CpuFlash())
-    for slices in CHUNKS[:2]:
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x
-        ):
-            parts = [x[rows_of(slices)] for x in tensors]
-            context = context_of(carry, slices)
-            saved.clear()
-            sequence_parallel_attention(*parts, context.of_layer(0, keeps_grad=True))
-        tokens = len(rows_of(slices))
-        assert sorted(saved) == sorted([tokens * 4 * 8, tokens * 4 * 8, tokens * 4])
-    assert carry.bytes() == 2 * LENGTHS[0] * 2 * 8 * 8
-
-
 def test_without_gradients_a_sequence_is_over_with_its_last_chunk():
     carry = KVCarry(CpuFlash())
     with torch.no_grad():
@@ -124,29 +106,6 @@ def test_without_gradients_a_sequence_is_over_with_its_last_chunk():
             run_chunk(carry, slices, qkv(), keeps_grad=False)
     assert carry.bytes() == 0
     carry.check_empty()
-
-
-def test_segments_are_made_once_per_chunk_for_all_layers_and_both_directions(monkeypatch):
-    made = []
-
-    def counted(*lengths, **options):
-        made.append(lengths)
-        return Segments(*lengths, **options)
-
-    monkeypatch.setattr("hf_flexseq.pipeline.carry.Segments", counted)
-    carry = KVCarry(CpuFlash())
-    tensors = qkv()
-    outs = []
-    for slices in CHUNKS[:3]:
-        context = context_of(carry, slices)
-        parts = [x[rows_of(slices)] for x in tensors]
-        for layer in range(4):
-            seq_ctx = context.of_layer(layer, keeps_grad=True)
-            outs.append(sequence_parallel_attention(*parts, seq_ctx))
-    for out in reversed(outs):
-        out.sum().backward(retain_graph=True)
-    carry.check_empty()
-    assert made == [([6], [6]), ([1], [7]), ([4], [11])]
 
 
 def test_bfloat16_gradients_accumulate_in_float32():

@@ -25,12 +25,6 @@ def cost_of(stages, *, cost=COST, layers=8, virtual=1, degree=1, topology=None):
     return pipeline_cost(cost, stage, TOKEN, checkpointed=False, degree=degree, topology=topology)
 
 
-@pytest.mark.parametrize("topology", [None, (1, 8)])
-def test_hops_inside_a_node_have_its_bandwidth(topology):
-    assert cost_of(4, topology=topology).send_ns == INSIDE_NS
-    assert cost_of(4, topology=topology, degree=2).send_ns == INSIDE_NS / 2
-
-
 @pytest.mark.parametrize(
     "topology, stages, virtual, across, hops",
     [
@@ -95,14 +89,3 @@ def test_room_counts_what_is_whole_during_a_step(ranks, mixed, whole_bytes):
     memory_limit = room_bytes(cost, stage, sharded_over=ranks, mixed=mixed)[0]
     wanted = state * (whole_bytes + 12 / ranks) / 16
     assert cost.budget_bytes - memory_limit == pytest.approx(wanted, abs=2)
-
-
-def test_room_counts_the_copies_of_cast_weights_of_layers():
-    stage, cost = stage_and_cost()
-    sizes = stage.sizes
-    state = cost.state_bytes + cost.sharded_state_bytes
-    state_of_weight = state / (sum(sizes.layers) + 2 * sizes.head)
-    pairs = zip(room_bytes(cost, stage), room_bytes(cost, stage, mixed=True), strict=True)
-    for (start, stop), (plain, mixed) in zip(stage.spans, pairs, strict=True):
-        copies = state_of_weight * 2 / 16 * sum(sizes.layers[start:stop])
-        assert plain - mixed == pytest.approx(copies, abs=2)

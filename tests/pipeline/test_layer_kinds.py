@@ -178,29 +178,6 @@ def carrying(carry, start, stop, *, keeps_grad=True):
     return Carrying(carry, (0, 1), Part(7, start, stop, 10), keeps_grad)
 
 
-def test_what_a_chunk_leaves_goes_to_the_next_and_its_gradient_comes_back():
-    carry = StateCarry()
-    first, second = carrying(carry, 0, 4), carrying(carry, 4, 10)
-    assert first.given() is None
-    first.store(torch.ones(3))
-    assert torch.equal(second.given(), torch.ones(3))
-    second.store(torch.zeros(3))
-    assert carry.bytes() == 12
-    second.store(torch.zeros(3))  # a replay
-    assert second.gradient_after() is None
-    second.leave_gradient(torch.full((3,), 2.0))
-    assert torch.equal(first.gradient_after(), torch.full((3,), 2.0))
-    first.leave_gradient(torch.zeros(3))
-    carry.check_empty()
-
-
-def test_without_gradients_nothing_is_left():
-    carry = StateCarry()
-    for start, stop in ((0, 4), (4, 10)):
-        carrying(carry, start, stop, keeps_grad=False).store(torch.ones(3))
-    carry.check_empty()
-
-
 def test_chunks_in_another_order_are_refused():
     carry = StateCarry()
     with pytest.raises(WrongOrder, match=r"nothing is carried to token 4 of sequence 7"):

@@ -13,8 +13,7 @@ from hf_flexseq.pipeline.planning import PipelineOptions
 from hf_flexseq.pipeline.planning.cuts import TILE, UNEVEN, CutWork, cut, on_tiles
 from hf_flexseq.pipeline.planning.greedy import actions_of, play
 from hf_flexseq.pipeline.planning.orders import interleaved, one_forward_one_backward
-from hf_flexseq.pipeline.planning.pack import chunked_units, first_fit, level_units, whole_units
-from hf_flexseq.pipeline.planning.plan import KINDS, text
+from hf_flexseq.pipeline.planning.plan import text
 from hf_flexseq.pipeline.planning.replicas import make_step_plan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.walk import check, check_memory, makespan_ns, peak_bytes
@@ -24,7 +23,6 @@ from tests.pipeline.exact_orders import shortest
 from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 50), st.integers(1, 20_000)), max_size=12)
-EVEN = CutWork(linear=1.0, square=0.0)
 
 
 def price(stages, **changed):
@@ -91,16 +89,6 @@ def test_chunks_are_those_of_the_longest_sequence(schedule):
 # ---- cuts and packs
 
 
-def test_equal_work_is_that_of_all_passes():
-    stages = (
-        stage_cost(linear_ns=10.0, attention_ns=4.0),
-        stage_cost(linear_ns=20.0, attention_ns=2.0, head_ns=6.0),
-    )
-    linear, square = 18.0, 1.5  # of a mean stage
-    work = CutWork(linear=3 * linear, square=3.5 * square)
-    assert CutWork.of(PipelineCost(stages=stages)) == work
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 100_000), st.integers(1, 40), st.sampled_from([0.0, 0.05, 1.0]))
 def test_cuts_are_equal_but_for_rounding_and_nearly_equal_on_tiles(length, count, square):
@@ -119,45 +107,6 @@ def test_cuts_are_equal_but_for_rounding_and_nearly_equal_on_tiles(length, count
         assert all(place % TILE == 0 for place in places[:-1])
         most = work.between(0, length) / (len(equal) - 1) * (1 + UNEVEN)
         assert all(0 < work.between(a, b) <= most for a, b in itertools.pairwise(places))
-
-
-def test_long_parts_are_on_tiles_and_short_ones_and_full_ones_are_not():
-    assert on_tiles([0, 3000, 6000], EVEN) == [0, 3072, 6000]
-    assert on_tiles([0, 300, 600], EVEN) == [0, 300, 600]  # 256 and 344 are too uneven
-    assert on_tiles([0, 3000, 6000], EVEN, 3050) == [0, 3000, 6000]
-
-
-def test_a_limit_makes_more_parts():
-    assert len(cut(1000, 2, CutWork.of(price(1)), 100)) - 1 > 10
-    assert cut(7, 3, EVEN, 1) == list(range(8))
-
-
-def test_whole_sequences_are_packed_up_to_the_longest():
-    assert whole_units([4, 10, 6, 3, 7, 2]) == [
-        [[(1, 0, 10)]],
-        [[(4, 0, 7), (3, 0, 3)]],
-        [[(2, 0, 6), (0, 0, 4)]],
-        [[(5, 0, 2)]],
-    ]
-    assert first_fit([0, 1], [5, 5], most_tokens=9) == [[(0, 0, 5)], [(1, 0, 5)]]
-
-
-def test_seq1f1b_cuts_by_work_and_packs_what_is_short():
-    units = chunked_units([100, 400, 30, 200], 4, EVEN)
-    assert [len(unit) for unit in units] == [4, 2, 1, 1]
-    assert units[1] == [[(3, 0, 100)], [(3, 100, 200)]]
-    assert units[2:] == [[[(0, 0, 100)]], [[(2, 0, 30)]]]
-
-
-def test_level_packs_are_equally_full():
-    rng, work = random.Random(0), CutWork.of(price(1))
-    lengths = [rng.randint(10, 3000) for _ in range(300)]
-    target = 5 * work.between(0, 3000)
-    loads = []
-    for unit in level_units(lengths, target, work):
-        loads.append(sum(work.between(a, b) for _, a, b in unit[0]))
-    assert max(loads) <= target
-    assert max(loads) < 1.02 * min(loads)
 
 
 # ---- order
@@ -182,26 +131,6 @@ def test_auto_is_close_to_the_exact_order_of_few_chunks():
         gaps.append(plan.objective_s * 1e9 / exact - 1)
     assert -1e-9 <= min(gaps) <= max(gaps) <= 0.06
     assert sum(gaps) / len(gaps) <= 0.015
-
-
-def test_a_unit_that_does_not_fit_alone_cannot_be_played():
-    """Two chunks and the keys, values and their gradients of both."""
-    cost = price(2)
-    costs = costs_of(pipelined([1000], cost, chunks=2), cost)
-    least = 30 * 1000 + 2 * 4 * 1000
-    for play_or_search in (play, shortest):
-        assert play_or_search([2], costs, (least,) * 2) is not None
-        assert play_or_search([2], costs, (least - 1,) * 2) is None
-
-
-def test_a_weight_gradient_makes_room_for_a_forward_that_has_its_turn():
-    """Three sequences in two chunks of 0.5 ms forward, 1 ms backward, and room for three chunks: a
-    W only when neither F nor I is ready takes 10 ms."""
-    cost = price(2, attention_ns=0.0, chunk_ns=0.0, kv_bytes=0.0)
-    costs = costs_of(pipelined([1000] * 3, cost, chunks=2), cost)
-    played = play([2] * 3, costs, (30 * 1500,) * 2)
-    last = "".join(KINDS[code & 3] for code in played.orders[1])
-    assert (last, played.makespan) == ("FFIFIWFIIWFWFIIWWW", 9_500_000)
 
 
 def test_backwards_are_joined_where_no_stage_waited():

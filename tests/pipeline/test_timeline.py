@@ -29,28 +29,11 @@ def plan():
     return plan_of((first, last), sizes=[1, 1, 1])
 
 
-def test_ranks_work_or_wait_all_the_time(plan):
-    timeline = pipeline_timeline(plan, even_cost(2))
-    for rank in range(2):
-        events = [event for event in timeline.events if event.rank == rank]
-        assert [event.start for event in events] == [0, *(event.stop for event in events[:-1])]
-        assert events[-1].stop == timeline.stop
-    waits = [(e.rank, e.start, e.stop) for e in timeline.events if e.kind == "wait"]
-    # the last input gradient reaches the first stage a microsecond early
-    assert timeline.stop == 11_000
-    assert waits == [(0, 2000, 4000), (1, 0, 1000), (1, 10_000, 11_000)]
-
-
 def test_the_report_adds_up(plan):
     found = report(plan, even_cost(2))
     assert found.seconds == 11e-6
     assert found.bubble == 4 / 22
     assert found.peak_bytes == found.peak_tokens == (16, 8)
-
-
-def test_split_backwards_hold_their_tokens_until_the_weights_are_done():
-    made = plan_of((parse("0F0.0 0I0.0 0F1.0 0W0.0 0B1.0"),), sizes=[1, 1])
-    assert peak_tokens(made) == (16,)
 
 
 def test_it_is_drawn_in_text_as_a_picture_and_as_a_trace(plan, tmp_path):

@@ -345,36 +345,3 @@ def test_other_models_and_bfloat16_train_as_without_a_pipeline(tmp_path):
     for (kind, _, tolerance), (wanted,), by_rank in zip(OTHERS, alone, staged, strict=True):
         for losses in by_rank:
             assert losses == pytest.approx(wanted, rel=tolerance), kind
-
-
-def bfloat16_run(rank, world_size, folder):
-    """Weights afterwards, the dtypes of parameters outside and inside of a step, and the bytes of
-    a token's hidden states as they are priced."""
-    model = tiny_llama(torch.float32, num_hidden_layers=LAYERS)
-    trainer = make_trainer(model, folder, 2, batch=1, bf16=True, **FSDP)
-    dtypes = {p.dtype for p in trainer.model.parameters()}
-    with trainer.flexseq.sharded.whole():
-        whole_dtypes = {p.dtype for p in trainer.model.parameters()}
-    trainer.train()
-    costs = trainer.flexseq.stage_costs()
-    trainer.evaluate()
-    # inputs of checkpointed layers: hidden states alone
-    input_bytes = [stage.input_bytes / stage.layers for stage in costs.stages]
-    return weights_of(trainer), dtypes, whole_dtypes, input_bytes
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_in_bfloat16_it_is_as_close_to_float32_as_the_plain_trainer_in_bfloat16(tmp_path):
-    def plain(**options):
-        model = tiny_llama(torch.float32, num_hidden_layers=LAYERS)
-        return plain_run(tmp_path, batch=8, model=model, **options)
-
-    before, wanted, _ = plain()
-    allowed = update_error(before, wanted, plain(bf16=True)[1])
-    results = run_ranks(bfloat16_run, 4, tmp_path, seconds=150)
-    for _, dtypes, whole_dtypes, input_bytes in results:
-        assert (dtypes, whole_dtypes) == ({torch.float32}, {torch.bfloat16})
-        assert input_bytes == [2 * 32, 2 * 32]
-    # not 1: hidden states between layers are in 16 bits, too
-    assert update_error(before, wanted, joined(results)) < 2 * allowed

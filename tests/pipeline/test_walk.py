@@ -75,31 +75,6 @@ def test_times_are_the_longest_path_and_bytes_what_chunks_and_carries_still_need
     assert peak_bytes(plan, cost) == tuple(peaks)
 
 
-def test_gradients_of_keys_and_values_come_with_the_first_backward():
-    made = plan_of((parse("0F0.0 0F0.1 0B0.1 0B0.0"),), sizes=[2])
-    cost = PipelineCost.even(1, stage_cost(token_bytes=10.0, kv_bytes=1.0))
-    # 80 a chunk, 16 the sequence's K and V
-    assert [done.held for done in timed(made, cost)] == [96, 176, 192, 112]
-    assert [done.left for done in timed(made, cost)] == [96, 176, 112, 0]
-
-
-def test_between_its_parts_a_backward_holds_what_it_owes():
-    made = plan_of((parse("0F0.0 0F0.1 0I0.1 0I0.0 0W0.1 0W0.0"),), sizes=[2])
-    lean, fat = (
-        PipelineCost.even(1, stage_cost(token_bytes=10.0, kv_bytes=0.0, owed_bytes=o))
-        for o in (6.0, 15.0)
-    )
-    assert [done.left for done in timed(made, lean)] == [80, 160, 128, 96, 48, 0]
-    assert [done.left for done in timed(made, fat)] == [80, 160, 200, 240, 120, 0]
-    assert peak_bytes(made, fat) == (240,)
-
-
-def test_sending_delays_the_neighbour_only():
-    made = plan_of((parse("0F0.0 0B0.0"), parse("1F0.0 1B0.0")), sizes=[1])
-    cost = replace(even_cost(2), send_ns=5.0)
-    assert makespan_ns(made, cost) == 2 * 3000 + 2 * 40
-
-
 # ---- the price of a chunk
 
 

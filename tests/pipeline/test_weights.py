@@ -38,13 +38,6 @@ def x():
     return torch.randn(1, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def test_at_once_they_are_those_of_the_plain_layer(x):
-    module = layer()
-    WeightGradients([module])
-    loss_of(module, x).backward()
-    check_equal(gradients(module), wanted(x))
-
-
 @pytest.mark.parametrize("replayed", [False, True])
 def test_deferred_they_come_with_run_and_add_up(x, replayed):
     module = layer()
@@ -183,24 +176,6 @@ def test_no_cast_outlives_its_step_even_when_that_fails():
             failing_step(live)
         assert held == [2 * module.weight.numel()]
         assert live.bytes == 0
-
-
-def test_without_autocast_dtypes_must_agree_as_in_the_plain_layer(x):
-    module = layer().float()
-    WeightGradients([module])
-    with pytest.raises(RuntimeError, match="dtype"):
-        module(x)
-
-
-def test_frozen_weights_leave_nothing(x):
-    module = layer()
-    module[0].requires_grad_(False)
-    store = WeightGradients([module])
-    with store.deferred(0):
-        loss_of(module, x).backward()
-    store.run(0)
-    assert module[0].weight.grad is None
-    check_equal(module[2].weight.grad, wanted(x)["2.weight"])
 
 
 def test_a_wrong_order_is_noticed(x):
