@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 
 import pytest
 
@@ -103,23 +102,6 @@ def test_a_prediction_that_is_far_off_is_explained(load):
     assert "ran at another load of this machine" in verdict(3.0, "auto")
     assert "describes other devices" in verdict(3.0, "flexsp-gpt-7b-a100")
     assert "'x.json' may describe another machine" in verdict(3.0, "x.json")
-
-
-def test_a_busy_machine_is_named_where_it_can_be_the_reason(load):
-    cores = os.cpu_count()
-    load(3.0 * cores)
-    busy = f"this machine is busy, load {3.0 * cores:.1f} on {cores} cores"
-    assert busy in verdict(3.0)
-    assert "busy" not in verdict(0.2)
-
-
-def test_it_is_said_once_and_not_of_few_steps(load):
-    predictions = Predictions("estimate")
-    verdicts = []
-    for _ in range(8):
-        add(predictions, 9.0)
-        verdicts.append(predictions.verdict() is not None)
-    assert verdicts == [False] * 3 + [True] + [False] * 4
 
 
 @pytest.mark.slow

@@ -134,15 +134,3 @@ def test_a_pass_with_wrong_weights_is_followed_by_a_second_one(model_options):
     plan = random_plan(LENGTHS, 1, random.Random(0), micro_batches=3)
     ((two, ours),) = run_threads(again, 1, plan, model_options)
     assert max(relative_errors(ours, two).values()) < 1e-12
-
-
-def test_what_tells_weights_from_gradients_is_named():
-    ones = torch.ones(3).double()
-    for gradients, said in (
-        ({"log_probs": ones}, None),
-        ({"log_probs": ones * (1 + 1e-15)}, None),
-        ({"log_probs": ones * (1 + 1e-12)}, "has other gradients of log_probs"),
-        ({}, "does not depend on log_probs"),
-        ({"log_probs": ones, "entropy": ones}, "depends on entropy"),
-    ):
-        assert difference_of({"log_probs": ones}, gradients) == said

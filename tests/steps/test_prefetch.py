@@ -78,21 +78,6 @@ def test_steps_are_those_that_are_dispatched_in_place(lookahead):
     assert run_threads(numbers_of, 2, lookahead, True) == wanted
 
 
-@pytest.mark.parametrize(("lookahead", "drawn_in_step_0"), [(0, 1), (1, 3), (2, 4)])
-def test_one_step_more_is_drawn_and_none_without_lookahead(lookahead, drawn_in_step_0):
-    def draw(rank, world_size):
-        steps = prefetched_steps(rank, lookahead)
-        iterator = batches_of(*[3] * 9)
-        steps.next(iterator, 1)
-        left = [iterator.__length_hint__()]
-        for _ in range(3):  # the second and third time do nothing
-            steps.prefetch()
-        left.append(iterator.__length_hint__())
-        return [9 - batches for batches in left]
-
-    assert run_threads(draw, 2) == [[lookahead + 1, drawn_in_step_0]] * 2
-
-
 def test_the_next_step_is_dispatched_in_this_one_and_handed_out_without_an_exchange():
     def draw(rank, world_size):
         log = []
@@ -131,16 +116,6 @@ def test_what_fits_nowhere_is_raised_where_its_step_begins():
         return steps.next(iterator, 1).number
 
     assert run_threads(draw, 3) == [2] * 3
-
-
-def test_what_fits_nowhere_is_no_error_when_its_iterator_is_left():
-    def draw(rank, world_size):
-        steps = prefetched_steps(rank, 2, refused=7)
-        steps.next(batches_of(3, 7), 1)
-        steps.prefetch()
-        return steps.next(batches_of(4), 1).number
-
-    assert run_threads(draw, 3) == [1] * 3
 
 
 def test_data_that_one_rank_cannot_draw_is_an_error_of_the_step_that_asks_for_more():

@@ -54,17 +54,6 @@ def test_a_label_may_be_missing_in_one_row():
     assert ends == [0, 1]
 
 
-def test_rows_that_differ_in_any_column_share_no_token_from_there_on():
-    nodes, _ = unit_of(
-        row_tokens([1, 2, 3], kind=[0, 0, 0]), row_tokens([1, 2, 3], kind=[0, 1, 0])
-    )
-    assert nodes == (Node(-1, 1), Node(0, 2), Node(0, 2))
-
-
-def test_equal_rows_are_one_node():
-    assert unit_of(row_tokens([1, 2]), row_tokens([1, 2])) == ((Node(-1, 2),), [0, 0])
-
-
 def test_a_short_node_that_branches_again_is_dissolved():
     prompt = list(range(100, 120))
     rows = [row_tokens([*prompt, 1, 2, i, i, i]) for i in range(3)]
@@ -74,15 +63,6 @@ def test_a_short_node_that_branches_again_is_dissolved():
     rows.append(row_tokens([*prompt, 7, 7]))
     nodes, _ = unit_of(*rows, shortest=16)
     assert nodes == (Node(-1, 19), *[Node(0, 6)] * 3, Node(0, 3))
-
-
-def test_the_child_with_the_most_tokens_below_it_comes_first():
-    prompt = list(range(20))
-    rows = [row_tokens([*prompt, *[i] * (3 + i)]) for i in (1, 2)]
-    nodes, ends = unit_of(*rows)
-    # both answers have the last token of the prompt, whose targets differ
-    assert nodes == (Node(-1, 19), Node(0, 6), Node(0, 5))
-    assert ends == [2, 1]
 
 
 def test_an_agent_of_many_calls_is_one_long_sequence_to_attention():

@@ -1,7 +1,5 @@
 """Images with the same pixels are found over all ranks, and others never taken for the same."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -104,16 +102,3 @@ def test_black_and_white_pixels_are_told_apart():
             changed[:count, 0, place] = -1.0
             digests.add(digest_of({"x": changed}))
     assert len(digests) == 1 + 8 * 2
-
-
-def test_shapes_are_a_part_of_a_digest():
-    tall, wide = torch.zeros(3, 8, 4), torch.zeros(3, 4, 8)
-    assert digest_of({"x": tall}) != digest_of({"x": wide})
-    assert mark_of({"x": tall}) != mark_of({"x": wide})
-
-
-def test_sizes_are_a_part_of_an_image():
-    pixels = random_pixels(1)
-    other = replace(image_of(pixels), tokens=8)
-    for (distinct, _), _ in run_threads(found_by, 2, [[image_of(pixels)], [other]]):
-        assert distinct == [0, 1]

@@ -74,26 +74,6 @@ def test_inputs_are_made_when_the_previous_micro_batch_has_been_launched():
         run(step, [])
 
 
-def test_an_error_of_the_caller_ends_what_surrounds_its_micro_batch():
-    events = []
-    step = step_of([0, 2], [])
-
-    @contextmanager
-    def before_last():
-        try:
-            yield
-        finally:
-            events.append("over")
-
-    def run_wrongly():
-        for _ in step.micro_batches(nullcontext(before_last)):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run_wrongly()
-    assert events == ["over"]
-
-
 # ---- a model is walked through once in a step to be put into training mode
 
 
@@ -122,15 +102,6 @@ def test_a_step_walks_once_and_eval_inside_is_undone_by_train():
     model.train()
     assert model[0].told == 4
     assert "train" not in vars(model)
-
-
-def test_a_compiled_model_keeps_its_own_mode_too():
-    model = torch.compile(nn.Sequential(Counting(1, 1)), backend="eager")
-    with in_training_mode(model):
-        model.train()
-    model.eval()
-    assert not model._orig_mod.training
-    assert model._orig_mod[0].told == 2
 
 
 def test_a_dummy_token_has_no_blocks_of_the_sequences_of_its_step():

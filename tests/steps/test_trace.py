@@ -1,7 +1,6 @@
 """A step's end: what it does in which order, who refuses a trace, and the file of the trace, whose
 lines are whole or absent and which never ends a training."""
 
-import errno
 import json
 import logging
 import os
@@ -17,7 +16,6 @@ from hf_flexseq.distributed.transport import Capabilities
 from hf_flexseq.plan.images import ImagePlan, place_images
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps import trace as tracing
-from hf_flexseq.steps import trace_file
 from hf_flexseq.steps.trace import PlanTrace, logged_figures, plan_line
 from hf_flexseq.steps.trace_file import TraceFile
 from tests.plans import group, plan_of_groups
@@ -67,11 +65,6 @@ def test_a_folder_that_is_not_there_on_rank_0_is_an_error_on_all_ranks(tmp_path)
     assert messages[0].startswith(
         f"rank 0, opening the plan trace: plan_trace='{missing}': directory"
     )
-
-
-def test_only_rank_0_needs_the_folder(tmp_path):
-    paths = [str(tmp_path / "trace.jsonl"), str(tmp_path / "not-there" / "trace.jsonl"), None]
-    run_threads(lambda rank, world_size: PlanTrace(paths[rank], join()), 3)
 
 
 def measured_and_remarked(rank, world_size, remarks):
@@ -191,15 +184,6 @@ def path(tmp_path):
     return tmp_path / "trace.jsonl"
 
 
-def test_a_file_is_made_with_its_first_step_and_lines_have_their_steps_in_front(path):
-    run_of(path, [])
-    assert not path.exists()
-    run_of(path, [0, 1], lines=({"replica": 0}, {"replica": 1}))
-    assert written(path) == [
-        {"step": step, "replica": replica} for step in (0, 1) for replica in (0, 1)
-    ]
-
-
 # ---- what is refused before training
 
 
@@ -220,12 +204,6 @@ def test_a_path_that_cannot_work_is_refused_and_nothing_is_touched(tmp_path, pat
     assert "\n" not in str(raised.value)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
     assert (tmp_path / "notes.txt").read_text() == "not ours"
-
-
-def test_what_may_not_be_written_is_refused(path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ValueError, match="may not be written"):
-        TraceFile(str(path))
 
 
 # ---- faults while training
@@ -266,25 +244,6 @@ def test_of_a_write_that_was_cut_short_nothing_stays(path, monkeypatch, caplog):
     monkeypatch.undo()
     file.append(1, [LINE])
     assert written(path) == [{"step": step, **LINE} for step in (0, 1)], "not written, no repeat"
-
-
-def test_a_device_is_not_cut(monkeypatch, caplog):
-    monkeypatch.setattr(os, "write", lambda handle, data: 1)
-    run_of("/dev/null", [0, 1])
-    assert len(caplog.records) == 1
-    assert "only 1 of" in caplog.text
-
-
-def test_an_old_trace_that_cannot_be_read_warns(path, monkeypatch, caplog):
-    run_of(path, [0])
-    file = TraceFile(str(path))
-
-    def fail(lines):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(trace_file, "_whole_lines", fail)
-    file.append(1, [LINE])
-    assert "Input/output error" in caplog.text
 
 
 # ---- a run that goes on
