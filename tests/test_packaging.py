@@ -1,7 +1,6 @@
 """What a wheel holds, as pyproject.toml says: every file of the package, and a command that runs
-where torch is not installed. And which modules stand in hf/."""
+where torch is not installed."""
 
-import ast
 import fnmatch
 import subprocess
 import sys
@@ -70,49 +69,3 @@ def test_without_torch_lengths_are_planned_and_measuring_says_what_is_missing(tm
     assert said in done.stderr
     assert "flexseq report: reports need matplotlib, which cannot be imported: pip" in done.stderr
     assert "no torch: only planning works here" in done.stdout
-
-
-# ---- hf/ is where HuggingFace libraries are used
-
-HUGGINGFACE = {"transformers", "accelerate", "datasets", "deepspeed", "huggingface_hub"}
-HUGGINGFACE |= {"peft", "tokenizers", "trl"}
-
-
-def imported(source):
-    """The top packages that a module imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-            found.add(node.module.partition(".")[0])
-    return found
-
-
-def modules(folder):
-    """The modules of a folder, without those that hold nothing but a docstring."""
-    found = []
-    for path in sorted(folder.rglob("*.py")):
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        only_docstring = all(isinstance(node, ast.Expr) for node in body)
-        if path.name != "__init__.py" and not only_docstring:
-            found.append(path)
-    return found
-
-
-def test_modules_in_hf_use_a_huggingface_library():
-    """A module that uses none, nor another module of hf, belongs in a lower folder."""
-    paths = modules(PACKAGE / "hf")
-    assert len(paths) > 50
-    without = [
-        str(path.relative_to(PACKAGE))
-        for path in paths
-        if not imported(source := path.read_text(encoding="utf-8")) & HUGGINGFACE
-        and "from hf_flexseq.hf." not in source
-    ]
-    assert not without
-
-
-def test_the_search_finds_imports_wherever_they_stand():
-    source = "import os.path\ndef f():\n    from accelerate.utils import X\n    from . import y"
-    assert imported(source) == {"os", "accelerate"}

@@ -4,10 +4,7 @@ import inspect
 from dataclasses import fields
 
 import pytest
-import torch
 from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     Trainer,
@@ -18,23 +15,9 @@ from transformers.distributed.expert_parallel import AllToAllEP
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.models.llava.modeling_llava import (
-    LlavaCausalLMOutputWithPast,
-    LlavaModelOutputWithPast,
-)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from tests.contracts.look import attributes, calls, parameters
-from tests.versions import since
-
-
-def llama():
-    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
-
-
-IDS = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "use_cache": False}
 
 # ---- the methods that hf/trainer and pipeline/trainer override, as they are called
 
@@ -84,12 +67,6 @@ def test_methods_of_the_trainer_take_what_they_took_and_are_called():
     found = {name: " ".join(parameters(getattr(Trainer, name))) for name in METHODS}
     assert found == METHODS
     assert {name for name in METHODS if not calls(Trainer, name)} <= CALLED_BY_OTHER_NAMES
-
-
-def test_batches_of_a_step_are_drawn_in_one_place_and_counted_as_items():
-    (call,) = calls(Trainer, "get_batch_samples")
-    assert len(call.args) == 3
-    assert not call.keywords
 
 
 AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)"
@@ -173,81 +150,3 @@ def test_names_that_are_read():
     # hf/model/facts.py: what transformers shards at load
     names = {field.name for field in fields(DistributedConfig)}
     assert {"fsdp_size", "dp_replicate_size", "fsdp_cpu_offload", "fsdp_mixed_precision"} <= names
-
-
-def test_experts_can_be_put_over_ranks():
-    # hf/trainer/checkpoint_forms.py, hf/model/sharding.py; older versions do not dispatch tokens
-    pytest.importorskip("transformers.distributed.expert_parallel")
-    names = {field.name for field in fields(DistributedConfig)}
-    assert {"ep_size", "ep_plan", "ep_implementation"} <= names
-    assert PreTrainedModel._mesh_manager is None
-
-
-# ---- pipeline/trainer/loading.py and pipeline/stages.py
-
-
-def test_auto_models_map_configurations_to_classes():
-    assert issubclass(AutoModelForCausalLM, _BaseAutoModelClass)
-    assert AutoModelForCausalLM._model_mapping[LlamaConfig] is LlamaForCausalLM
-    tied = {"lm_head.weight": "model.embed_tokens.weight"}  # a tied head names its source
-    assert LlamaForCausalLM._tied_weights_keys == tied
-
-
-def test_a_subclass_can_cut_the_model_while_it_is_loaded(tmp_path):
-    llama().save_pretrained(tmp_path)
-
-    def __init__(self, *args, **kwargs):
-        LlamaForCausalLM.__init__(self, *args, **kwargs)
-        self.model.embed_tokens = torch.nn.Identity()
-        self.all_tied_weights_keys = {}
-
-    members = {"_tied_weights_keys": None, "_keys_to_ignore_on_load_unexpected": [".*"]}
-    kind = type("LlamaForCausalLM", (LlamaForCausalLM,), members | {"__init__": __init__})
-    model, info = kind.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert "model.embed_tokens.weight" not in dict(model.named_parameters())
-    model.__class__ = LlamaForCausalLM
-    assert type(model) is LlamaForCausalLM
-
-
-def test_the_decoder_runs_on_hidden_states_and_ends_with_its_norm():
-    model = llama().model
-    model.layers, model.norm = torch.nn.ModuleList(), torch.nn.Identity()
-    hidden = torch.ones(1, 2, 8)
-    out = model(inputs_embeds=hidden, use_cache=False).last_hidden_state
-    assert torch.equal(out, hidden)
-
-
-def test_the_head_of_a_stage_sees_what_a_hook_left_in_the_decoder_s_output():
-    model = llama()
-
-    def emptied(module, args, output):
-        output.last_hidden_state = torch.zeros_like(output.last_hidden_state)
-
-    model.model.register_forward_hook(emptied)
-    assert not model(**IDS).logits.any()
-
-
-# ---- steps/feature_form.py: what is asked of features that an output holds
-
-
-@since("transformers", "5.24", "no output holds features")
-def test_an_output_that_is_read_by_number_makes_a_tuple_of_its_features():
-    class Features:
-        def __init__(self):
-            self.asked = []
-
-        def to_tuple(self):
-            self.asked.append("to_tuple")
-            return ("features",)
-
-        def __getattr__(self, name):
-            self.asked.append(name)
-            raise AttributeError(name)
-
-    features = Features()
-    output = LlavaModelOutputWithPast(last_hidden_state="rows", image_outputs=features)
-    assert output[:] == ("rows", ("features",))
-    output = LlavaCausalLMOutputWithPast(logits="logits", image_outputs=output.image_outputs)
-    assert output[:] == ("logits", ("features",))
-    assert features.asked == ["to_tuple", "to_tuple"]
