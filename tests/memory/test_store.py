@@ -86,14 +86,6 @@ def test_any_tensor_comes_back(x):
         assert torch.equal(found, x)
 
 
-def test_a_square_matrix_and_its_transpose_are_two_tensors():
-    store = make_store()
-    x = torch.randn(5, 5)
-    first, second = store.put(x), store.put(x.T)
-    assert torch.equal(second.take(), x.T)
-    assert torch.equal(first.take(), x)
-
-
 def test_tensors_leave_the_device_one_layer_later():
     store = make_store()
     alive = []
@@ -132,29 +124,6 @@ def test_a_layer_comes_back_while_the_one_after_it_is_used(monkeypatch):
     assert fetched[6:] == [3] * 3
     handles[4][0].take()  # for a second backward
     assert fetched[9:] == [4]
-
-
-def test_layers_in_between_that_put_nothing_are_passed_over():
-    store = make_store()
-    store.begin_layer()
-    first = store.put(torch.ones(3))
-    store.begin_layer()
-    store.begin_layer()
-    second = store.put(torch.ones(3))
-    store.begin_layer()
-    output = torch.ones(3, requires_grad=True) * 2
-    store.come_ahead(output)
-    assert second._arriving is None
-    output.sum().backward()
-    assert second._arriving is not None
-    assert first._arriving is None
-    second.take()
-    assert first._arriving is not None
-    output = torch.ones(3, requires_grad=True) * 2
-    store.come_ahead(output)
-    del first, second
-    output.sum().backward()  # and there is nothing left to come
-    assert store.used_bytes == 0
 
 
 def test_a_graph_that_is_dropped_gives_its_bytes_back():

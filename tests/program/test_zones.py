@@ -4,7 +4,7 @@ import pytest
 
 from hf_flexseq.program.calls import whole_zone
 from hf_flexseq.program.tables import Tables
-from hf_flexseq.program.weave import END, run_zones, within
+from hf_flexseq.program.weave import END, run_zones
 
 
 def zone(name, times, log):
@@ -28,23 +28,6 @@ def test_zones_post_widest_first_and_then_go_on_by_time():
         *("node at 2", "ring at 2"),
     ]
     assert run_zones([]) == []
-
-
-def test_ranks_without_some_zones_keep_the_order_of_the_others():
-    courses = {"a": (0.25, 0.75, END), "b": (0.5, 0.75, END), "c": (0.25, 0.5, 1.0)}
-    log = []
-    run_zones([zone(name, times, log) for name, times in courses.items()])
-    for left_out in courses:
-        fewer = []
-        kept = {name: times for name, times in courses.items() if name != left_out}
-        run_zones([zone(name, times, fewer) for name, times in kept.items()])
-        assert fewer == [line for line in log if line[0] != left_out]
-
-
-def test_a_zone_inside_another_one():
-    inner = (0.0, 0.5, 1.0, END)
-    assert run_zones([within(0.25, 0.75, zone("inner", inner, []))]) == ["inner"]
-    assert list(within(0.25, 0.75, zone("inner", inner, []))) == [0.25, 0.5, 0.75, 0.75]
 
 
 @pytest.mark.parametrize(

@@ -50,24 +50,6 @@ def test_zeppelin_uses_the_strategy_asked_for_and_ulysses_where_no_ring_is_known
         assert only == (4, strategy, (0,))
 
 
-def test_zeppelin_levels_the_quadratic_work():
-    rng = random.Random(2)
-    topology = Topology(nodes=1, ranks_per_node=8)
-    lengths = [int(rng.lognormvariate(7, 1)) + 1 for _ in range(200)]
-    cap = {"max_tokens_per_rank": 2 * sum(lengths) // 8}
-    plan = planned(lengths, topology, FLEXSP, planner="zeppelin", **cap)
-    work = [0.0] * 8
-    for group in plan.micro_batches[0].groups:
-        for rank in group.ranks:
-            work[rank] += sum(lengths[i] ** 2 for i in group.sequences) / group.degree
-    assert max(work) <= 1.1 * sum(work) / 8
-
-
-def test_zeppelin_splits_more_where_memory_is_full():
-    (groups,) = groups_of("zeppelin", [600] * 6, Topology(nodes=2, ranks_per_node=2), 900)
-    assert max(degree for degree, *_ in groups) > 1
-
-
 @for_seeds(5)
 def test_zeppelin_cuts_long_tails_into_few_micro_batches(seed):
     rng = random.Random(seed)
@@ -130,8 +112,3 @@ def test_the_rebalancing_rule_is_transformers_own(seed):
     for index, (start, stop) in enumerate(slices):
         batch, rank = divmod(index, ranks)
         assert theirs[rank][batch] == order[start:stop]
-
-
-def test_batch_rebalance_never_splits():
-    plan = planned([5, 5900], CLUSTER, FLEXSP, planner="batch-rebalance")
-    assert plan.degrees() == {1: 2}

@@ -1,24 +1,20 @@
 """FlexSP's parts against exhaustive search; tests/planner/test_legal.py checks its plans."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.planner.task import PlanTask
 from hf_flexseq.published.aligned_groups import aligned_degrees, fit_together, rank_ranges
-from hf_flexseq.published.blaster import blast
 from hf_flexseq.published.flexsp.buckets import bucketed
 from hf_flexseq.published.flexsp.milp import GroupingTask, slowest_ns, solve
 from hf_flexseq.published.flexsp.planner import FlexSP
-from tests.budget import examples, for_seeds
+from tests.budget import for_seeds
 from tests.plans import planned
 
 MODEL = replace(PRESETS["flexsp-gpt-7b-a100"], micro_batch_s=0.05)
@@ -31,54 +27,6 @@ def topology(shape: tuple[int, int]) -> Topology:
 
 def flexsp(lengths: list[int], where: Topology, cap: int) -> FlexSP:
     return FlexSP(PlanTask(lengths=tuple(lengths), topology=where, cost=MODEL, cap=cap))
-
-
-def cuts_of(count: int, most: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield every way to cut `count` items into at most `most` slices, as their (start, stop)."""
-    for cuts in combinations_with_replacement(range(count + 1), most - 1):
-        starts = (0, *cuts)
-        stops = (*cuts, count)
-        yield [(a, b) for a, b in zip(starts, stops, strict=True) if b > a]
-
-
-@settings(deadline=None, max_examples=examples(100))
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_blaster_s_largest_slice_is_the_smallest_possible(lengths, count):
-    ordered = sorted(lengths, reverse=True)
-    micro_batches = blast(lengths, count)
-    ids = [i for micro_batch in micro_batches for i in micro_batch]
-    assert [lengths[i] for i in ids] == ordered
-    assert sorted(ids) == list(range(len(lengths)))
-    best = min(max(sum(ordered[a:b]) for a, b in cut) for cut in cuts_of(len(ordered), count))
-    largest = max(sum(lengths[i] for i in micro_batch) for micro_batch in micro_batches)
-    assert largest == best
-
-
-def test_the_blaster_evens_out_what_a_giant_leaves_open():
-    micro_batches = blast([1000] + [10] * 60, 4)
-    assert [len(micro_batch) for micro_batch in micro_batches] == [1, 20, 20, 20]
-
-
-@settings(deadline=None, max_examples=examples(100))
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
-def test_buckets_add_as_few_tokens_as_possible(lengths, count):
-    buckets = bucketed(range(len(lengths)), lengths, 10**9, count)
-    assert sorted(i for ids in buckets.members for i in ids) == list(range(len(lengths)))
-    for longest, ids in zip(buckets.longest, buckets.members, strict=True):
-        assert max(lengths[i] for i in ids) == longest
-    ordered = sorted(lengths)
-    best = min(
-        sum((b - a) * ordered[b - 1] for a, b in cut) for cut in cuts_of(len(ordered), count)
-    )
-    assert int((buckets.longest * buckets.counts).sum()) == best
-
-
-def test_buckets_leave_half_of_the_spare_memory_free():
-    lengths = [10 * i for i in range(1, 41)]
-    for spare in (0, 100, 1000, 10_000):
-        buckets = bucketed(range(40), lengths, sum(lengths) + spare)
-        assert len(buckets.longest) >= 16
-        assert int((buckets.longest * buckets.counts).sum()) - sum(lengths) <= spare // 2
 
 
 @for_seeds(200)
@@ -143,14 +91,6 @@ def test_the_program_s_optimum_is_found(seed):
     assert fit_together(degrees, where)
     assert (members.sum(axis=0) == task.counts).all()
     assert (members @ task.tokens <= task.cap * np.array(degrees)).all()
-
-
-def test_no_nodes_leave_the_start():
-    planner = flexsp([4000, 300, 200, 100], topology((1, 4)), 5000)
-    task = planner._task(bucketed(range(4), planner.lengths, 20_000))
-    start = planner._one_degree(task, 2)
-    assert start is not None
-    assert slowest_ns(task, solve(task, start, nodes=0)) <= slowest_ns(task, start)
 
 
 # ---- the plans

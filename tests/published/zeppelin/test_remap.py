@@ -68,11 +68,6 @@ def test_transport_is_the_linear_programs(shape, data):
     assert (sum(m.tokens for m in moves), crossing) == optimum(tokens, topology)
 
 
-def test_nothing_moves_where_tokens_are_even():
-    for tokens in ([5, 5, 5, 5], [0, 0, 0, 0], [3, 2, 3, 2]):
-        assert transport(tokens, TWO_BY_TWO) == ()
-
-
 def test_the_busiest_rank_counts_by_kind_of_link():
     tokens = [12, 0, 0, 0]
     moves = tuple(Move(source=0, target=target, tokens=3) for target in (1, 2, 3))
