@@ -43,9 +43,7 @@ def run_pytest(*words):
 @pytest.mark.first
 @pytest.mark.timeout(600)  # it compiles the device where that has not been done
 def test_the_device_finds_what_it_should_and_whole_steps_are_free_of_it():
-    run_on_device(
-        *("rules", "store", "memory", "layers", "planted", "steps", "trainers", "choices")
-    )
+    run_on_device(*("rules", "store", "memory", "layers", "planted", "trainers", "choices"))
 
 
 def test_what_a_gpu_can_run_runs_there():
@@ -60,8 +58,13 @@ def test_all_that_a_gpu_can_run_runs_there():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", ["layers", "steps", "trainers", "choices", "families", "objectives"]
-)
+def test_every_family_runs_there():
+    words = ("tests/hf/test_reach.py", "-k", "a_family_is_exact", "-m", "nightly")
+    run_pytest("--device", "cuda", *words)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["layers", "trainers", "choices", "objectives"])
 def test_longer_steps_are_free_of_it_too(name):
     run_on_device(name, marks="nightly")

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from hf_flexseq.kernels import KernelCall, choose, cudnn_long
+from hf_flexseq.kernels import choose, cudnn_long
 from hf_flexseq.kernels.cudnn_long import long_sequences
 from hf_flexseq.kernels.fused_operations import TorchFused
-from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.program import heads, ulysses
-from tests.kernels.reference import Reference
 from tests.late_device import scenarios
 from tests.late_device.install import ops
 
@@ -54,42 +52,6 @@ def test_no_layer_makes_the_host_wait(monkeypatch, name, blocks):
 def test_nor_does_one_with_triton_s_kernels(name):
     torch.cuda.set_sync_debug_mode("error")
     assert waits_by_layer(name) == [0] * 12
-
-
-@pytest.mark.parametrize("avoid", ["0", "1"])
-@pytest.mark.parametrize("q_lens", [(37,), (37, 21, 20, 1, 5)])
-def test_long_sequences_are_left_to_cudnn_once_it_was_tried(q_lens, avoid, monkeypatch):
-    """A sequence is long here from 21 tokens on, and what is tried is short."""
-    monkeypatch.setenv(cudnn_long.AVOID_RECOMPILE, avoid)
-    monkeypatch.setattr(cudnn_long, "LONG", 21)
-    monkeypatch.setattr(cudnn_long, "TRIED_TOKENS", (30, 20))
-    left, tried = [], cudnn_long._attend
-    monkeypatch.setattr(
-        cudnn_long, "_attend", lambda call, *given: left.append(call) or tried(call, *given)
-    )
-    segments = Segments(q_lens, q_lens, causal=True, device=scenarios.CUDA)
-    q, kv, dout = (
-        torch.randn(sum(q_lens), heads, 64, device=scenarios.CUDA).bfloat16()
-        for heads in (4, 4, 4)
-    )
-    k, v = kv.split(2, dim=1)
-    call = KernelCall(q, k, v, segments, 0.125)
-    kernel = TorchVarlen()
-    kernel.try_cudnn([cudnn_long.Heads(4, 2, 64, torch.bfloat16)], scenarios.CUDA)
-    assert left
-    left.clear()
-    torch.cuda.set_sync_debug_mode("error")  # the host does not wait
-    out, lse = kernel.forward(call)
-    found = (out, lse, *kernel.backward(call, dout, out, lse))
-    assert [call.segments.q_lens for call in left] == [(n,) for n in q_lens if n >= 21]
-    scenarios.check(*found)
-    torch.cuda.set_sync_debug_mode("default")
-    on_host = Segments(q_lens, q_lens, causal=True, device=torch.device("cpu"))
-    same_call = KernelCall(*(x.cpu() for x in (q, k, v)), on_host, 0.125)
-    wanted = Reference().forward(same_call)
-    wanted += Reference().backward(same_call, dout.cpu(), *wanted)
-    for mine, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.cpu().float(), exact.float(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", ["ulysses", "zigzag", "hybrid"])
