@@ -1,11 +1,17 @@
-"""Private parts of packages that are used only where they are installed; `test_source_packages.py`
-reads those that no test environment has."""
+"""Private parts of accelerate, and of packages that are used only where they are installed;
+`test_source_packages.py` reads those that no test environment has."""
 
 import inspect
 
 import pytest
+from accelerate import Accelerator
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+)
 
-from tests.contracts.look import calls, parameters
+from tests.contracts.look import attributes, calls, parameters
 
 
 def test_liger_is_put_into_a_model_with_these_options():
@@ -36,3 +42,22 @@ def test_trl_s_sft_trainer_is_what_ours_answers_to():
     # hf/losses/token_means.py makes one value of the figures of a step
     assert 'self._metrics[mode]["mean_token_accuracy"].append(' in source
     assert 'self._metrics[mode]["num_tokens"] = [self._total_train_tokens]' in source
+
+
+# ---- accelerate
+
+
+def test_ddp_is_made_with_the_handler_that_the_accelerator_has_at_that_moment():
+    assert Accelerator(cpu=True).ddp_handler is None
+    given = DistributedDataParallelKwargs(bucket_cap_mb=3)
+    assert Accelerator(cpu=True, kwargs_handlers=[given]).ddp_handler is given
+    assert attributes(Accelerator.prepare_model, "ddp_handler") >= 1
+    assert given.to_kwargs() == {"bucket_cap_mb": 3}
+    assert DistributedDataParallelKwargs.bucket_cap_mb == 25
+
+
+def test_plugins_have_the_settings_that_are_read():
+    refused = {"fsdp_version", "cpu_offload", "activation_checkpointing"}  # by stages
+    refused |= {"cpu_ram_efficient_loading", "ignored_modules"}
+    assert refused <= set(parameters(FullyShardedDataParallelPlugin))
+    assert "zero_stage" in parameters(DeepSpeedPlugin)  # hf/model/facts.py

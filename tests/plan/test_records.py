@@ -1,4 +1,5 @@
-"""Plans of groups and of pipelines as records: text, JSON, digests, and those of before."""
+"""Plans of groups and of pipelines: which are legal, their choices for activations, and records of
+them: text, JSON, digests, and those of before."""
 
 import json
 import random
@@ -6,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.pipeline.planning.plan import Action, Chunk, PipelinePlan, parse, text
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
-from hf_flexseq.plan import Plan
+from hf_flexseq.plan import Group, Plan, check, widest_first
+from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.shard import Slice
 from tests.budget import examples, for_seeds
 from tests.plans import group, plan_of_groups, random_plan
@@ -173,3 +176,134 @@ def test_json_of_a_cut_plan():
     assert PipelinePlan.from_json(CUT.to_json()) == CUT
     with pytest.raises(ValueError, match="not a plan of a pipeline"):
         PipelinePlan.from_json(json.dumps({"lengths": [1]}))
+
+
+# ---- choices for activations
+
+
+CHOICE = MemoryChoice(
+    recomputed_layers=6, inputs_on_host=4, outputs_on_host=2, outputs_recomputed=3, mlp_tiles=8
+)
+
+
+def layers_where(says, layers=8):
+    return [layer for layer in range(layers) if says(layer)]
+
+
+def test_a_choice_says_what_each_layer_does():
+    assert layers_where(CHOICE.recomputes) == [0, 1, 2, 3, 4, 5]
+    assert layers_where(CHOICE.input_on_host) == [0, 1, 2, 3]
+    assert layers_where(CHOICE.output_on_host) == [0, 1]
+    assert layers_where(CHOICE.recomputes_output) == [2, 3, 4]
+    assert "6 layers recomputed" in str(CHOICE)
+    assert "8 tiles" in str(CHOICE)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"recomputed_layers": -1}, "recomputed_layers=-1: must not be negative|at least 0"),
+        ({"mlp_tiles": 0}, "mlp_tiles=0: must be at least 1"),
+        ({"mlp_tiles": 2.0}, "mlp_tiles=2.0: must be a whole number"),
+        ({"recomputed_layers": 2, "inputs_on_host": 3}, "inputs_on_host=3: must be at most 2"),
+        (
+            {"recomputed_layers": 2, "outputs_on_host": 1, "outputs_recomputed": 2},
+            "outputs_recomputed=2: must be at most 1",
+        ),
+    ],
+)
+def test_choices_that_no_layer_can_follow_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryChoice(**values)
+
+
+def test_plans_carry_choices_and_those_without_any_have_the_bytes_of_before():
+    plan = plan_of_groups((9, 2), [group(0, 2, 0)], [group(0, 1, 1)])
+    assert "memory" not in plan.to_json()
+    first, second = plan.micro_batches
+    chosen = replace(plan, micro_batches=(replace(first, memory=CHOICE), second))
+    for sent in (
+        Plan.from_json(chosen.to_json()),
+        Plan.from_bytes(chosen.to_bytes()),
+    ):
+        assert sent == chosen
+        assert sent.micro_batches[0].memory == CHOICE
+        assert sent.micro_batches[1].memory is None
+    assert chosen.digest() != plan.digest()
+    record = chosen.to_record()
+    record["micro_batches"][0]["memory"]["mlp_tiles"] = 0
+    with pytest.raises(ValueError, match="mlp_tiles=0"):
+        Plan.from_record(record)
+    record["micro_batches"][0]["memory"] = {"tiles": 2}
+    with pytest.raises(ValueError, match="not a memory choice"):
+        Plan.from_record(record)
+
+
+# ---- legal plans
+
+
+NODE = Topology(nodes=1, ranks_per_node=4)
+
+
+def test_tokens_and_degrees_are_counted():
+    plan = plan_of_groups((10, 3, 7), [group(0, 4, 0), group(0, 2, 1), group(3, 4, 2)])
+    check(plan, NODE, max_tokens_per_rank=10)
+    (micro_batch,) = plan.micro_batches
+    assert micro_batch.tokens_per_rank(plan.lengths, 4) == (5, 5, 3, 10)
+    assert plan.degrees() == {1: 1, 2: 1, 4: 1}
+    assert [g.degree for g in micro_batch.groups_of(0)] == [4, 2]
+    assert widest_first([group(0, 1, 0), group(0, 2, 1)])[0].degree == 2
+
+
+def test_a_plan_for_other_ranks_is_the_plan_in_fewer_bytes():
+    groups = [group(0, 4, 0), group(0, 2, 1), group(3, 4, 2)]
+    plan = replace(plan_of_groups((10, 3, 7), groups), notes=("a reason",), objective_s=0.25)
+    assert Plan.from_bytes(plan.to_bytes()) == plan
+    assert len(plan.to_bytes()) < len(plan.to_json())
+
+
+@pytest.mark.parametrize(
+    "ranks, sequences, strategy, message",
+    [
+        ((), (0,), "local", "contiguous"),
+        ((0, 2), (0,), "ulysses", "contiguous"),
+        ((1, 0), (0,), "ulysses", "contiguous"),
+        ((0, 1), (), "ulysses", "no sequence"),
+        ((0, 1), (0,), "ring", "must be one of"),
+        ((0, 1), (0,), "local", "does not fit degree 2"),
+        ((0,), (0,), "zigzag", "does not fit degree 1"),
+    ],
+)
+def test_illegal_groups_are_refused(ranks, sequences, strategy, message):
+    with pytest.raises(ValueError, match=message):
+        Group(ranks=ranks, sequences=sequences, strategy=strategy)
+
+
+def plan(lengths: tuple[int, ...], *groups: tuple[int, ...]) -> Plan:
+    """One micro-batch of (first rank, past the last rank, sequences)."""
+    return plan_of_groups(lengths, [group(*one) for one in groups])
+
+
+@pytest.mark.parametrize(
+    "illegal, message",
+    [
+        (plan((1, 1), (0, 1, 0)), r"missing \[1\]"),
+        (plan_of_groups((1,), [group(0, 1, 0)], [group(0, 1, 0)]), r"more than once \[0\]"),
+        (plan((1,), (0, 1, 0, 1)), r"unknown \[1\]"),
+        (plan((0,), (0, 1, 0)), "no token"),
+        (plan((1,), (3, 5, 0)), "neither inside one node nor whole nodes"),
+        (plan((1, 1), (0, 1, 0), (0, 2, 1)), "widest first"),
+        (plan((1, 1), (0, 3, 0), (2, 4, 1)), "partly overlap"),
+        (plan((9, 4), (0, 2, 0), (1, 2, 1)), "rank 1 holds 9 tokens, the limit is 8"),
+    ],
+)
+def test_illegal_plans_are_refused(illegal, message):
+    with pytest.raises(ValueError, match=message):
+        check(illegal, NODE, max_tokens_per_rank=8)
+
+
+def test_groups_across_half_nodes_are_refused():
+    two_nodes = Topology(nodes=2, ranks_per_node=2)
+    check(plan((8,), (0, 4, 0)), two_nodes)
+    with pytest.raises(ValueError, match="2 x 2"):
+        check(plan((8,), (1, 3, 0)), two_nodes)

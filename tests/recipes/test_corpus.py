@@ -1,6 +1,8 @@
-"""Where documents come from, which are held out, and what is said of rows that cannot be used."""
+"""Where documents come from, which are held out, and what is said of rows that cannot be used;
+and the topics of Python's help as data."""
 
 import json
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -8,7 +10,9 @@ from datasets import Dataset, DatasetDict
 
 from arguments import DataArguments, PreferenceArguments, PromptArguments
 from corpus import load_documents, set_aside
+from pairs import MADE as PAIRS
 from rows import broken_line, check_rows, check_template, is_blank
+from topics import EVASION, TOPICS, load_topics, questions
 
 ROWS = [{"text": f"document {i}"} for i in range(200)]
 TEXTS = [row["text"] for row in ROWS]
@@ -215,3 +219,26 @@ def test_the_first_broken_line_of_a_file_is_named_and_white_space_is_blank(tmp_p
     for written, blank in (("", True), ("\n \n", True), ("\n1\n", False)):
         path.write_text(written)
         assert is_blank(path) == blank
+
+
+# ---- topics of Python
+
+
+def test_topics_become_conversations_and_pairs():
+    made = {TOPICS: load_topics}
+    train, held_out = load_documents(DataArguments(dataset=TOPICS, held_out_fraction=0.1), made)
+    assert len(train) > len(held_out) > 3
+    for question, answer in held_out["messages"]:
+        assert (question["role"], answer["role"]) == ("user", "assistant")
+    train, held_out = load_documents(PreferenceArguments(held_out_fraction=0.1), PAIRS)
+    right = dict(questions())
+    assert len(train) + len(held_out) == len(right)
+    for row in train:
+        asked, chosen, rejected = (row[name][0]["content"] for name in row)
+        assert (chosen, rejected) == (right[asked], EVASION)
+
+
+def test_a_python_without_its_topics_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(ValueError, match="this Python comes without its topics"):
+        questions()

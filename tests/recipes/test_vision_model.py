@@ -1,10 +1,19 @@
-"""Which parts of a vision-language model are trained, and its processors from a checkpoint."""
+"""Which parts of a vision-language model are trained, its processors from a checkpoint, and the
+albums that it is trained on."""
 
 import pytest
+import torch
 import yaml
 
+from albums import (
+    IGNORED,
+    NUMBERS,
+    SIDES,
+    AlbumArguments,
+    Albums,
+)
 from tests.programs import ROOT
-from vision_model import VisionModelArguments, load_model, load_processors
+from vision_model import VisionModelArguments, load_model, load_processors, new_config
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +52,41 @@ def test_processors_of_a_checkpoint_are_those_that_were_saved(checkpoint):
     )
     assert (image_processor.patch_size, image_processor.merge_size) == (8, 2)
     assert tokenizer.decode(tokenizer("which colour ?").input_ids) == "which colour ?"
+
+
+# ---- drawn albums
+
+
+@pytest.fixture(scope="module")
+def albums():
+    options = yaml.safe_load((ROOT / "recipes/quickstart/vlm.yaml").read_text())
+    args = VisionModelArguments(model_config=options["model_config"])
+    tokenizer, image_processor = load_processors(args)
+    config = new_config(args, tokenizer)
+    return Albums(60, 0, tokenizer=tokenizer, image_processor=image_processor, config=config)
+
+
+def test_an_album_is_the_same_on_all_ranks_and_only_answers_have_labels(albums):
+    kinds = set()
+    for index in range(len(albums)):
+        example, again = albums[index], albums[index]
+        assert example["input_ids"] == again["input_ids"]
+        pairs = zip(example["input_ids"], example["labels"], strict=True)
+        said = albums._tokenizer.decode([token for token, label in pairs if label != IGNORED])
+        tokens = sum(example["mm_token_type_ids"])
+        kinds.add("pixel_values" in example)
+        if "pixel_values" not in example:
+            assert (tokens, said in NUMBERS) == (0, True)
+            continue
+        torch.testing.assert_close(example["pixel_values"], again["pixel_values"])
+        grids = example["image_grid_thw"]
+        assert tokens == grids.prod(dim=1).sum() / 4
+        assert len(example["pixel_values"]) == grids.prod(dim=1).sum()
+        assert set((grids[:, 1:] * 8).flatten().tolist()) <= set(SIDES)
+        assert len(said.split()) == 3 * len(grids)  # a number, a colour, a place
+    assert kinds == {True, False}
+
+
+def test_albums_that_are_not_drawn_are_refused():
+    with pytest.raises(ValueError, match="held_out_albums=0: give 1 or more"):
+        AlbumArguments(held_out_albums=0)
