@@ -30,7 +30,7 @@ from triton.runtime.jit import native_specialize_impl
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hf_flexseq.kernels import triton_fused
-from tests.kernels.fused_cases import added, gathered, merged, packed
+from tests.kernels.fused_cases import added, gathered, merged, packed, unpacked
 
 HEAD_DIMS = (64, 96, 128, 256)
 KERNELS = ("merge_kernel", "rows_kernel", "pack_kernel", "unpack_kernel")
@@ -116,10 +116,10 @@ def launches_of_head_dim(head_dim):
     """Call every operation on heads of a size, as models have them."""
     fused = triton_fused.TritonFused()
     options = {"dtype": torch.bfloat16, "head_dim": head_dim}
-    merged(fused, "an index", **options)
-    added(fused, "an index", **options)
-    gathered(fused, "an index", **options)
-    packed(fused, "overlapping heads", **options)
+    for operation in (merged, added, gathered):
+        operation("an index", **options).run(fused)
+    for operation in (packed, unpacked):
+        operation("overlapping heads", **options).run(fused)
 
 
 def all_resources(architecture):
@@ -138,10 +138,12 @@ def launches_of_other_sizes():
     log-sum-exps begin in memory."""
     fused = triton_fused.TritonFused()
     for rows in (2, 15, 16, 17, 32):  # of one row the strides look otherwise
-        gathered(fused, rows, dtype=torch.float32)
+        gathered(rows, dtype=torch.float32).run(fused)
         for shift in (0, 1):
-            merged(fused, rows, dtype=torch.float32, shift=shift)
-            packed(fused, "heads that divide", dtype=torch.float32, tokens=rows, shift=shift)
+            merged(rows, dtype=torch.float32, shift=shift).run(fused)
+            for operation in (packed, unpacked):
+                options = {"tokens": rows, "shift": shift}
+                operation("heads that divide", dtype=torch.float32, **options).run(fused)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-"""Operations of `Fused` on random tensors: each returns what an implementation writes."""
+"""Operations of `Fused` on random tensors: what runs each of them, and what it writes to. The
+numbers are the same ones each time."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from hf_flexseq.kernels import lse_dtype
+from hf_flexseq.kernels.fused_operations import Fused
 from hf_flexseq.plan.head_layout import HeadLayout
 
+UNWRITTEN = 9.0  # in what an operation is to write
 ROWS = {  # a selection of 11 rows, and how many it has
     "a slice": (slice(3, 9), 6),
     "all rows": (slice(None), 11),
@@ -13,18 +19,6 @@ ROWS = {  # a selection of 11 rows, and how many it has
     "no row": (slice(4, 4), 0),
     "an index of no row": (torch.tensor([], dtype=torch.int64), 0),
 }
-
-
-def rows_of(selection, shift=0):
-    """A selection or the first rows by an index, how many it has, and how many rows there are.
-
-    shift: numbers in memory before the index.
-    """
-    if isinstance(selection, str):
-        return *ROWS[selection], 11
-    return torch.arange(-shift, selection)[shift:], selection, 11 + selection
-
-
 # by tensor, by part, the heads of a part
 HEAD_RANGES = {
     "heads that divide": [
@@ -52,70 +46,106 @@ HEAD_RANGES = {
 }
 
 
-def normal(seed, shape, dtype):
+class Work(NamedTuple):
+    """An operation on some tensors."""
+
+    run: Callable[[Fused], None]
+
+    written: list[torch.Tensor]
+    """What `run` writes to."""
+
+    def by(self, fused: Fused) -> list[torch.Tensor]:
+        """Return what an implementation writes."""
+        self.run(fused)
+        return self.written
+
+
+def rows_of(selection, shift=0):
+    """A selection of `ROWS` or the first rows by an index, how many it has, and how many rows
+    there are.
+
+    shift: numbers in memory before the index.
+    """
+    if isinstance(selection, str):
+        return *ROWS[selection], 11
+    if isinstance(selection, int):
+        return torch.arange(-shift, selection)[shift:], selection, 11 + selection
+    return selection
+
+
+def normal(seed, shape, dtype, device="cpu"):
     """Normal numbers of this shape and dtype."""
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=random).to(dtype)
+    random = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, dtype=dtype, generator=random, device=device)
 
 
-def merged(fused, selection, *, dtype, heads=3, head_dim=7, shift=0):
-    """out [total, H, D] and lse [total, H] after a merge; some rows lack keys on one side or both.
+def merged(selection, *, dtype, heads=3, head_dim=7, shift=0, device="cpu"):
+    """A partial result is merged into out [total, H, D] and lse [total, H]; some rows lack keys on
+    one side or both.
 
     dtype: of the part. Log-sum-exps are [H, rows] in memory, as kernels leave them, or behind
     `shift` others.
     """
     rows, count, total = rows_of(selection, shift)
     wide = lse_dtype(dtype)
-    out = normal(0, (total, heads, head_dim), wide)
-    lse = (300 * normal(1, (heads, shift + total), wide)).t()[shift:]
-    part_out = normal(2, (count, heads, head_dim), dtype)
-    part_lse = (300 * normal(3, (heads, shift + count), wide)).t()[shift:]
-    for values, log_sum_exps, keyless in ((out, lse, [0, 3]), (part_out, part_lse, [1, 4])):
-        for row in keyless:
-            log_sum_exps[row : row + 1] = -torch.inf
-            values[row : row + 1] = 0
-    fused.merge((out, lse), rows, (part_out, part_lse))
-    return out, lse
+    out = normal(0, (total, heads, head_dim), wide, device)
+    lse = (300 * normal(1, (heads, shift + total), wide, device)).t()[shift:]
+    part_out = normal(2, (count, heads, head_dim), dtype, device)
+    part_lse = (300 * normal(3, (heads, shift + count), wide, device)).t()[shift:]
+    for values, log_sum_exps, first in ((out, lse, 0), (part_out, part_lse, 1)):
+        values[first::3] = 0
+        log_sum_exps[first::3] = -torch.inf
+    return Work(lambda fused: fused.merge((out, lse), rows, (part_out, part_lse)), [out, lse])
 
 
-def added(fused, selection, *, dtype, head_dim=7):
-    """dq [total, 5, D], dk and dv [total, 2, D] after parts were added; dk and dv are views."""
+def added(selection, *, dtype, heads=5, kv_heads=2, head_dim=7, keys=None, device="cpu"):
+    """Parts are added to dq [total, H, D], and to dk and dv, views of one tensor. keys: the rows
+    of these, and how many."""
     rows, count, total = rows_of(selection)
+    key_rows, key_count = keys or (slice(2, 6), 4)
     wide = lse_dtype(dtype)
-    dq, dkv = normal(0, (total, 5, head_dim), wide), normal(1, (total, 2, 2, head_dim), wide)
-    shapes = [(count, 5, head_dim), (4, 2, head_dim), (4, 2, head_dim)]
-    parts = [normal(2 + i, shape, dtype) for i, shape in enumerate(shapes)]
-    fused.add((dq, *dkv.unbind(1)), (rows, slice(2, 6), slice(2, 6)), parts)
-    return [dq, dkv]
+    dq = normal(0, (total, heads, head_dim), wide, device)
+    dkv = normal(1, (total, 2, kv_heads, head_dim), wide, device)
+    shapes = [(count, heads, head_dim), *[(key_count, kv_heads, head_dim)] * 2]
+    parts = [normal(2 + i, shape, dtype, device) for i, shape in enumerate(shapes)]
+    every_row = (rows, key_rows, key_rows)
+    return Work(lambda fused: fused.add((dq, *dkv.unbind(1)), every_row, parts), [dq, dkv])
 
 
-def gathered(fused, selection, *, dtype, head_dim=7):
-    """q [n, 3, D], kv [4, 2, 1, 40] and lse [n, 3], in one buffer where dtypes allow."""
+def gathered(selection, *, dtype, heads=3, head_dim=7, pair=(2, 1, 40), keys=None, device="cpu"):
+    """Rows of q [total, H, D], kv [total, *pair] and lse [total, H] are copied, the first two into
+    one buffer. keys: the rows of kv."""
     rows, count, total = rows_of(selection)
-    q, kv = normal(0, (total, 3, head_dim), dtype), normal(1, (total, 2, 1, 40), dtype)
-    lse = normal(2, (3, total), lse_dtype(dtype)).t()
-    buffer = torch.full((320 + count * 3 * head_dim,), 9.0, dtype=dtype)
-    kv_rows, q_rows = buffer[:320].view(4, 2, 1, 40), buffer[320:].view(count, 3, head_dim)
-    lse_rows = torch.full((3, count), 9.0, dtype=lse.dtype).t()
-    keys = torch.tensor([9, 8, 1, 1])
-    fused.gather((q, kv, lse), (rows, keys, rows), (q_rows, kv_rows, lse_rows))
-    return [buffer, lse_rows]
+    keys = torch.tensor([9, 8, 1, 1], device=device) if keys is None else keys
+    q = normal(0, (total, heads, head_dim), dtype, device)
+    kv = normal(1, (total, *pair), dtype, device)
+    lse = normal(2, (heads, total), lse_dtype(dtype), device).t()
+    size = len(keys) * kv[0].numel()
+    buffer = q.new_full((size + count * heads * head_dim,), UNWRITTEN)
+    kv_rows, q_rows = buffer[:size].view(-1, *pair), buffer[size:].view(count, heads, head_dim)
+    lse_rows = lse.new_full((heads, count), UNWRITTEN).t()
+    given = (q, kv, lse), (rows, keys, rows), (q_rows, kv_rows, lse_rows)
+    return Work(lambda fused: fused.gather(*given), [buffer, lse_rows])
 
 
-def packed(fused, case, *, dtype, head_dim=7, tokens=5, shift=0):
-    """The buffer of a layout, [slots x D], and the tensors that are unpacked from such a one.
+def packed(case, *, dtype, head_dim=7, tokens=5, shift=0, device="cpu", back=False):
+    """Heads of tensors are laid into the buffer of a layout, [slots x D]; back: from it into the
+    tensors. case: of `HEAD_RANGES`, or such ranges.
 
     shift: numbers in memory before the layout's table.
     """
-    layout = HeadLayout(HEAD_RANGES[case], tokens)
+    layout = HeadLayout(HEAD_RANGES[case] if isinstance(case, str) else case, tokens)
     before = torch.zeros(shift, dtype=torch.int64)
-    table = torch.cat([before, torch.from_numpy(layout.numbers)])[shift:]
+    table = torch.cat([before, torch.from_numpy(layout.numbers)]).to(device)[shift:]
     # one head more, for strides that are not those of a tensor of its own
     shapes = [(tokens, heads + 1, head_dim) for heads in layout.heads]
-    tensors = [normal(number, shape, dtype)[:, 1:] for number, shape in enumerate(shapes)]
-    targets = [torch.full(x.shape, 9.0, dtype=dtype) for x in tensors]
-    elements = sum(layout.slots) * head_dim
-    flat = torch.full((elements,), 9.0, dtype=dtype)
-    fused.pack(tensors, layout, table, flat)
-    fused.unpack(normal(9, (elements,), dtype), layout, table, targets)
-    return [flat, *targets]
+    tensors = [normal(i, shape, dtype, device)[:, 1:] for i, shape in enumerate(shapes)]
+    flat = normal(9, (sum(layout.slots) * head_dim,), dtype, device)
+    if back:
+        return Work(lambda fused: fused.unpack(flat, layout, table, tensors), tensors)
+    return Work(lambda fused: fused.pack(tensors, layout, table, flat), [flat])
+
+
+def unpacked(case, **options):
+    """The way back of `packed`."""
+    return packed(case, back=True, **options)

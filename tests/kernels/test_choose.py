@@ -167,17 +167,6 @@ def test_the_cpu_has_one_kernel(device, dtype, name, words):
     assert words in said
 
 
-def test_unknown_device():
-    with pytest.raises(ValueError, match="device type 'mps'"):
-        choose_kernel(torch.device("mps"), BF16, 64)
-
-
-def test_a_choice_is_logged_once(caplog):
-    with caplog.at_level(logging.INFO, logger="hf_flexseq"):
-        assert choose_kernel(CPU, torch.float32, 64) is choose_kernel(CPU, torch.float32, 64)
-    assert [r.message for r in caplog.records] == ["attention kernel: cpu_flash: chosen"]
-
-
 def test_torch_without_flash_attention_and_torch_without_a_registry(gpu, monkeypatch):
     gpu()
     monkeypatch.delattr(attention, "current_flash_attention_impl")
@@ -208,13 +197,6 @@ def test_an_implementation_activated_after_the_choice_is_not_called(gpu):
 
 SLIDING = LayerCalls("layers.0.self_attn", 256, window=True)
 FULL = LayerCalls("layers.5.self_attn", 256)
-
-
-def test_one_kernel_that_serves_all_kinds_is_returned_as_it_is(gpu):
-    gpu()
-    of_cpu = choose_kernels(CPU, torch.float32, [SLIDING, FULL])
-    assert of_cpu is choose_kernel(CPU, torch.float32, 256)
-    assert choose_kernels(CUDA, BF16, [SLIDING, FULL]).name == TORCH
 
 
 def test_what_no_kernel_has_is_refused_by_layer_in_one_line(gpu, monkeypatch):
@@ -278,9 +260,6 @@ def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch)
     monkeypatch.setattr(kinds, "kernel_for", lambda calls: wide if calls.softcap else narrow)
     with pytest.raises(ValueError, match="narrow and wide, which this model's layers need"):
         choose_kernels(CPU, torch.float64, [FULL, LayerCalls("b", 16, softcap=True)])
-
-
-# ---- what is said of the capabilities
 
 
 # ---- between kernel calls

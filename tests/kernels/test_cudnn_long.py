@@ -126,14 +126,6 @@ def test_what_computes_the_same_is_taken(by_token, monkeypatch):
         assert os.environ[cudnn_long.AVOID_RECOMPILE] == "1"
 
 
-def test_what_the_user_has_set_stays(monkeypatch):
-    on_a_gpu(monkeypatch)
-    with cudnn.operators():
-        os.environ[cudnn_long.AVOID_RECOMPILE] = "0"
-        assert cudnn_long.is_verified(HEADS, CUDA, reference())
-        assert os.environ[cudnn_long.AVOID_RECOMPILE] == "0"
-
-
 @pytest.mark.parametrize(
     ("heads", "device", "capability"),
     [
@@ -197,11 +189,3 @@ def test_a_kernel_is_tried_for_all_calls_of_its_layers_when_it_is_chosen(monkeyp
     # what a window holds all keys of is a whole call
     wanted = {(4, 2, 64), (8, 4, 64), (2, 2, 128)}
     assert {heads[:3] for heads in tried} == {heads[:3] for heads in kernel._cudnn_heads} == wanted
-
-
-def test_what_was_not_tried_is_not_left_to_it(monkeypatch):
-    monkeypatch.setattr(cudnn_long, "LONG", 1)
-    kernel = Split()
-    kernel._cudnn_heads = set()
-    assert_as_reference(kernel, call_of([9, 8]))
-    assert kernel.launches == [2]

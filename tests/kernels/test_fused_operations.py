@@ -19,10 +19,20 @@ from hf_flexseq.plan.head_layout import HeadLayout
 from tests.budget import others_slow
 from tests.device import DEVICE
 from tests.kernels import large_fused
-from tests.kernels.fused_cases import HEAD_RANGES, ROWS, added, gathered, merged, normal, packed
+from tests.kernels.fused_cases import (
+    HEAD_RANGES,
+    ROWS,
+    added,
+    gathered,
+    merged,
+    normal,
+    packed,
+    unpacked,
+)
 
 TORCH = TorchFused()
-CASES = {merged: ROWS, added: ROWS, gathered: ROWS, packed: HEAD_RANGES}  # by operation
+CASES = {merged: ROWS, added: ROWS, gathered: ROWS}  # by operation
+CASES |= {packed: HEAD_RANGES, unpacked: HEAD_RANGES}
 every_operation = pytest.mark.parametrize("operation", CASES, ids=lambda one: one.__name__)
 
 
@@ -61,12 +71,12 @@ def assert_like_torch(fused, operation, case, **options):
     tolerance = 0.0
     if operation is merged:
         tolerance = 1e-14 if options["dtype"] == torch.float64 else 2e-6
-    got = operation(fused, case, **options)
-    for mine, wanted in zip(got, operation(TORCH, case, **options), strict=True):
+    got, wanted = (operation(case, **options).by(one) for one in (fused, TORCH))
+    for mine, its in zip(got, wanted, strict=True):
         rtol = tolerance
-        if operation is packed and mine.dtype == torch.bfloat16:
+        if operation is unpacked and mine.dtype == torch.bfloat16:
             rtol = 2**-7
-        torch.testing.assert_close(mine, wanted, rtol=rtol, atol=tolerance)
+        torch.testing.assert_close(mine, its, rtol=rtol, atol=tolerance)
 
 
 @every_operation
@@ -102,11 +112,13 @@ def test_any_head_size_is_merged_and_packed(triton_fused):
     for head_dim in (1, 64, 80, 96):
         options = {"dtype": torch.bfloat16, "head_dim": head_dim}
         assert_like_torch(fused, merged, "an index", **options)
-        assert_like_torch(fused, packed, "overlapping heads", tokens=1, **options)
+        for operation in (packed, unpacked):
+            assert_like_torch(fused, operation, "overlapping heads", tokens=1, **options)
 
 
 def test_a_rank_without_tokens_packs_nothing(fused):
-    assert_like_torch(fused, packed, "overlapping heads", dtype=torch.bfloat16, tokens=0)
+    for operation in (packed, unpacked):
+        assert_like_torch(fused, operation, "overlapping heads", dtype=torch.bfloat16, tokens=0)
 
 
 def test_a_nan_is_not_hidden_by_a_merge(fused):
@@ -150,11 +162,10 @@ def test_every_operation_is_one_launch(fused, triton_fused, monkeypatch):
         monkeypatch.setattr(triton_fused, name, Counted(getattr(triton_fused, name), launches))
     counts = []
     for operation, cases in CASES.items():
-        case = "overlapping heads" if operation is packed else "an index"
-        assert case in cases
-        operation(fused, case, dtype=torch.float32)
+        case = "an index" if cases is ROWS else "overlapping heads"
+        operation(case, dtype=torch.float32).run(fused)
         counts.append(len(launches))
-    assert counts == [1, 2, 3, 5]  # packing and unpacking
+    assert counts == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.kernels

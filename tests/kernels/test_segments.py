@@ -22,37 +22,6 @@ def test_offsets_totals_and_blocks_of_queries_that_have_keys():
 
 
 @pytest.mark.parametrize(
-    ("q_lens", "k_lens", "options", "message"),
-    [
-        ([3], [2], {"causal": True}, "at least as many keys as queries"),
-        ([2], [3, 1], {"causal": False}, "1 query and 2 key"),
-        ([-1], [1], {"causal": False}, "neg"),
-        ([1], [1], {"causal": True, "window": 0}, "a window of 0"),
-        ([1], [1], {"causal": False, "window": 2}, "a window of 2"),
-    ],
-)
-def test_lengths_that_do_not_fit_are_refused(q_lens, k_lens, options, message):
-    with pytest.raises(AssertionError, match=message):
-        Segments(q_lens, k_lens, device=CPU, **options)
-
-
-@pytest.mark.parametrize(
-    ("q", "k", "v", "message"),
-    [
-        ((4, 2, 8), (3, 2, 8), (3, 2, 8), "query rows"),
-        ((5, 2, 8), (4, 2, 8), (4, 2, 8), "key rows"),
-        ((5, 2, 8), (3, 2, 8), (3, 1, 8), "do not fit"),
-        ((5, 2, 6), (3, 2, 8), (3, 2, 8), "do not fit"),
-        ((5, 3, 8), (3, 2, 8), (3, 2, 8), "cannot share"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(q, k, v, message):
-    segments = Segments([5], [3], causal=False, device=CPU)
-    with pytest.raises(AssertionError, match=message):
-        segments.check(torch.empty(q), torch.empty(k), torch.empty(v))
-
-
-@pytest.mark.parametrize(
     ("source", "target", "pinned"),
     [(CPU, CUDA, True), (CPU, CPU, False), (CPU, META, False), (META, CUDA, False)],
 )

@@ -11,8 +11,8 @@ import os
 
 import torch
 
-from hf_flexseq.kernels import KernelCall
-from hf_flexseq.kernels.segments import Segments
+from tests.kernels import cudnn
+from tests.kernels.launch import Launch
 from tests.kernels.reference import Reference
 
 ops = torch.ops.late_device
@@ -73,37 +73,25 @@ def _flash_backward(
 
 def _call(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, scale, options):
     """Check the arguments by FlashAttention-2's rules, and return the call on the host's views."""
-    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
-    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
-    head_dim = q.shape[2]
-    assert head_dim % 8 == 0, head_dim
-    assert head_dim <= 256, head_dim
-    assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
-    assert k.shape == v.shape, (k.shape, v.shape)
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "rows are not contiguous"
+    _check_factors(q, k, v, most=256)
+    assert v.stride(-1) == 1, "rows are not contiguous"
     assert dropout == 0, dropout
     assert options.get("alibi_slopes") is None
     assert options.get("seqused_k") is None
-    for lengths in (cu_q, cu_k):
-        assert lengths.dtype == torch.int32, lengths.dtype
-        assert lengths.is_contiguous(), "cumulative lengths are not contiguous"
-    q_lens = ops.cpu(cu_q).diff().tolist()
-    k_lens = ops.cpu(cu_k).diff().tolist()
-    assert max_q >= max(q_lens), (max_q, q_lens)
-    assert max_k >= max(k_lens), (max_k, k_lens)
-    assert q.shape[0] == sum(q_lens), (q.shape, q_lens)
-    assert k.shape[0] == sum(k_lens), (k.shape, k_lens)
-    before, after = options.get("window_size_left"), options.get("window_size_right")
-    has_window = before is not None and before >= 0
-    assert not has_window or (causal and after == 0), (before, after, causal)
-    segments = Segments(
-        q_lens,
-        k_lens,
-        causal=causal,
-        device=torch.device("cpu"),
-        window=before + 1 if has_window else None,
-    )
-    return KernelCall(ops.cpu(q), ops.cpu(k), ops.cpu(v), segments, scale)
+    window = (options.get(f"window_size_{side}") for side in ("left", "right"))
+    window = (-1 if size is None else size for size in window)
+    launch = Launch(ops.cpu(cu_q), ops.cpu(cu_k), max_q, max_k, causal, scale, *window)
+    return launch.call(*map(ops.cpu, (q, k, v)))
+
+
+def _check_factors(q, k, v, *, most):
+    """Refuse what no kernel of 16 bits takes; heads are the last dimension but one or two."""
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
+    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    assert k.shape == v.shape, (k.shape, v.shape)
+    assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
+    assert q.shape[-1] % 8 == 0, q.shape
+    assert q.shape[-1] <= most, q.shape
 
 
 def _rounded_backward(call, dout, out, lse):
@@ -151,18 +139,13 @@ def _cudnn_forward(
     """q [1, H, n, D], k and v [1, Hkv, m, D] -> out [1, H, n, D], lse [1, H, n, 1] and seven
     more."""
     ops.touch("cudnn_attention", [q, k, v], [])
-    assert bias is None
-    assert with_lse
-    assert not debug
-    call = _dense_call(q, k, v, dropout, causal, scale)
+    given = _dense(q, k, v)
     with torch.no_grad():
-        out, lse = Reference().forward(call)
-    by_token = _is_by_token(q, k, v)
-    none, state = torch.zeros(0), torch.zeros((), dtype=torch.int64)
-    results = (out, lse.t() if by_token else lse, none, none, state, state, none)
-    out, lse, *_, seed, offset, mask = _made("cudnn_attention", results)
-    lse = (lse.t() if by_token else lse)[None, ..., None]
-    out = out.transpose(0, 1)[None]
+        out, lse, *_ = cudnn.attend(*given, bias, with_lse, dropout, causal, debug, scale=scale)
+    state = (torch.zeros((), dtype=torch.int64) for _ in range(2))
+    made = [ops.cuda(x) for x in (out, lse, *state, torch.zeros(0))]
+    ops.touch("cudnn_attention", [], made)
+    out, lse, seed, offset, mask = made
     return out, lse, None, None, q.shape[2], k.shape[2], seed, offset, mask
 
 
@@ -172,46 +155,23 @@ def _cudnn_backward(
 ):  # fmt: skip
     """dout and out [1, H, n, D], lse [1, H, n, 1] -> dq [1, H, n, D], dk and dv [1, Hkv, m, D]."""
     ops.touch("cudnn_attention_backward", [dout, q, k, v, out, lse, seed, offset], [])
-    assert bias is None
-    assert (max_q, max_k) == (q.shape[2], k.shape[2])
     assert dout.dtype == out.dtype == q.dtype, (dout.dtype, out.dtype, q.dtype)
     assert lse.dtype == torch.float32, lse.dtype
-    assert lse.shape == (*q.shape[:3], 1), lse.shape
-    by_token = _is_by_token(q, k, v, out)
-    assert (lse[0, ..., 0].t() if by_token else lse).is_contiguous(), lse.stride()
-    call = _dense_call(q, k, v, dropout, causal, scale)
-    given = (_rows(dout), _rows(out), ops.cpu(lse)[0, ..., 0])
+    given = (ops.cpu(dout), *_dense(q, k, v), ops.cpu(out), ops.cpu(lse))
+    random = ("seed", "offset", bias, None, None, max_q, max_k)
     with torch.no_grad():
-        gradients = _rounded_backward(call, *given)
-    return _made("cudnn_attention_backward", [x.transpose(0, 1)[None] for x in gradients])
+        gradients = cudnn.gradients(
+            *given, *random, dropout, causal, scale=scale, backward=_rounded_backward
+        )
+    return _made("cudnn_attention_backward", gradients)
 
 
-def _is_by_token(*tensors):
-    """Whether one plan serves many lengths: where the user asks for it, and rows of [1, heads, n,
-    D] follow each other. Torch asks the environment once."""
-    asked = os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
-    return asked and all(x.transpose(1, 2).is_contiguous() for x in tensors)
-
-
-def _dense_call(q, k, v, dropout, causal, scale):
-    """Check the arguments of one sequence, and return the call on the host's views."""
-    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
-    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
-    assert q.shape[0] == k.shape[0] == 1, (q.shape, k.shape)
-    assert k.shape == v.shape, (k.shape, v.shape)
-    assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
-    assert q.shape[3] % 8 == 0, q.shape
-    assert q.shape[3] <= 128, q.shape
-    assert dropout == 0, dropout
-    # Its mask begins at the first key, FlashAttention's at the last.
-    assert not causal or q.shape[2] == k.shape[2], (q.shape, k.shape)
-    segments = Segments([q.shape[2]], [k.shape[2]], causal=causal, device=torch.device("cpu"))
-    return KernelCall(_rows(q), _rows(k), _rows(v), segments, scale)
-
-
-def _rows(x):
-    """[1, heads, n, D] of the device -> [n, heads, D], the host's view."""
-    return ops.cpu(x)[0].transpose(0, 1)
+def _dense(q, k, v):
+    """Return the host's views, of which one plan serves many lengths where the user asks for it;
+    torch asks the environment once."""
+    cudnn.OPERATOR["by token"] = os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
+    _check_factors(q, k, v, most=128)
+    return map(ops.cpu, (q, k, v))
 
 
 # ---- convolutions

@@ -43,13 +43,3 @@ def test_the_numbers_are_the_columns_of_each_head(ranges):
 def test_a_tensor_is_shared_where_parts_have_a_head_in_common():
     assert HeadLayout(HEAD_RANGES["shared heads"], 5).shared == (False, True)
     assert HeadLayout(HEAD_RANGES["heads that divide"], 5).shared == (False, False, False)
-
-
-def test_ranks_that_have_heads_alike_are_one_run():
-    ranges = [range(2 * rank, 2 * rank + 2) for rank in range(1024)]
-    assert len(HeadLayout([ranges], 16).runs) == 1
-
-
-def test_a_head_that_no_part_has_is_refused():
-    with pytest.raises(AssertionError, match="every head is in some part"):
-        HeadLayout([[range(0, 1), range(2, 3)]], 5)

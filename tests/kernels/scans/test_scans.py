@@ -13,8 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_flexseq.attention.recurrent import layers
 from hf_flexseq.kernels.scans import apply_transition, apply_transposed, choose
-from hf_flexseq.kernels.scans.grid import ChunkGrid
-from tests.kernels.scans.cases import CPU, KINDS, OF_PACKAGE, STATE_SHAPE, Case, package
+from tests.kernels.scans.cases import KINDS, OF_PACKAGE, STATE_SHAPE, Case, package
 from tests.random_runs import MOST_ERROR, AttentionRun, draw, run_attention
 
 assert package, "a fixture"
@@ -138,16 +137,6 @@ def test_a_rank_without_tokens_scans_nothing(kind):
     assert finals.shape == dstates.shape == (0, *STATE_SHAPE)
     for x, grad in zip(inputs, grads, strict=True):
         assert x is None or grad.shape == x.shape
-
-
-def test_rows_become_chunks_and_rows_again():
-    for lengths in [*LENGTHS, (64, 128), ()]:
-        grid = ChunkGrid(lengths, CPU)
-        rows = torch.randn(sum(lengths), 3, 2)
-        chunks = grid.to_chunks(rows)
-        assert chunks.shape == (grid.chunks, 3, 64, 2)
-        assert torch.equal(grid.rows(chunks), rows)
-        assert chunks.count_nonzero() == rows.count_nonzero()
 
 
 # ---- as in transformers
@@ -281,16 +270,6 @@ def test_what_the_package_cannot_do_is_done_in_chunks(
         assert reason in choose.reason_without_fla(*call)
         assert choose.choose_scan(*call) == choose.CHUNKED
         assert choose.explain(*call)[1] == "chunked: chosen"
-
-
-def test_the_package_s_name_without_the_package_is_no_package(installed, monkeypatch):
-    def no_version(name):
-        raise metadata.PackageNotFoundError(name)
-
-    installed("0.6.0")
-    monkeypatch.setattr(metadata, "version", no_version)
-    reason = choose.reason_without_fla(DELTA, torch.device("cuda"), HALF, 128)
-    assert "flash-linear-attention has no package fla-core; install it" in reason
 
 
 @pytest.mark.parametrize(
