@@ -12,7 +12,7 @@ from hf_flexseq.cost.rings import ring_costs
 from hf_flexseq.plan.attention_schedule import attention_schedule
 from hf_flexseq.published.baselines.batch_rebalance import rebalanced
 from tests.budget import examples, for_seeds
-from tests.costs import rings, simple_cost
+from tests.costs import rings
 from tests.plans import planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
@@ -119,17 +119,6 @@ def test_the_rebalancing_rule_is_transformers_own(seed):
 # ---- LightSeq's rings
 
 
-def test_no_rank_idles_at_odd_degrees_and_each_for_half_a_block_at_even_ones():
-    for degree in (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16):
-        schedule = attention_schedule("balanced", degree)
-        busiest = [0] * schedule.times  # half squares of the busiest rank
-        for call in schedule.calls:
-            busiest[call.time] = max(busiest[call.time], call.work)
-        perfect = sum(call.work for call in schedule.calls) / degree
-        assert sum(busiest) / perfect == (1.0 if degree % 2 else (degree + 1) / degree)
-        assert schedule.times == degree // 2 + 1  # the ring is done half way round
-
-
 def busiest_link(degree: int, keys: float, queries: float) -> float:
     """From the steps of `balanced`: the most that any rank sends or receives, for tensors of these
     widths."""
@@ -155,10 +144,3 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
 def test_the_ring_pays_what_its_busiest_rank_moves(degree):
     """Keys and values of a width of 2, queries as wide as keys alone."""
     assert 2.0 * ring_costs("balanced").trips(degree) == busiest_link(degree, 2.0, 1.0)
-
-
-def test_seconds_count_the_idle_time_of_even_degrees():
-    cost = simple_cost(attention_s=1.0)
-    assert [cost.sequence_ns(12, d, "balanced", False) / 1e9 for d in (2, 3, 4)] == pytest.approx(
-        [144 / 2 * 3 / 2, 144 / 3, 144 / 4 * 5 / 4], rel=1e-6
-    )

@@ -10,13 +10,10 @@ from hf_flexseq.pipeline.planning.cuts import CutWork
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.walk import check, check_memory, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.published.infinipipe import checkpointing
 from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
 from tests.budget import for_seeds
 from tests.pipelines import pipelined, stage_cost
-
-LINEAR = CutWork(linear=1.0, square=0.0)
 
 
 def price(stages, **changed):
@@ -24,34 +21,12 @@ def price(stages, **changed):
 
 
 def test_sequences_are_cut_on_the_longest_ones_mesh_and_tails_are_filled():
-    units = infinipipe_units([100, 400, 250, 30, 50, 90], 4, LINEAR)
+    work = CutWork(linear=1.0, square=0.0)
+    units = infinipipe_units([100, 400, 250, 30, 50, 90], 4, work)
     assert units[0] == [[(1, a, a + 100)] for a in (0, 100, 200, 300)]
     # a hybrid chunk, now full
     assert units[1] == [[(2, 0, 100)], [(2, 100, 200)], [(2, 200, 250), (4, 0, 50)]]
     assert sorted(units[2:]) == [[[(0, 0, 100)]], [[(3, 0, 30)]], [[(5, 0, 90)]]]
-
-
-def test_tails_are_not_packed_together():
-    lengths = [400, 110, 120, 10]
-    units = infinipipe_units(lengths, 4, LINEAR)
-    tails = [unit[-1] for unit in units if len(unit) == 2]
-    for row in tails:
-        assert sum(stop - start < lengths[q] for q, start, stop in row) == 1
-    assert [(3, 0, 10)] in [row[1:] for row in tails]  # beside one of them
-
-
-def test_a_full_tail_is_passed_over_until_time_gives_way():
-    """The mesh is 0, 50, 71, 87, 100 and its slices take at most 2,562. Sequence 1's tail takes
-    2,280 and has the least time per token, but not the 420 that a short sequence takes; the other
-    tail has, where there is one."""
-    work = CutWork(linear=1.0, square=1.0)
-    assert infinipipe_units([100, 69, 90, 20], 4, work)[1:] == [
-        [[(2, 0, 50)], [(2, 50, 71)], [(2, 71, 87)], [(2, 87, 90), (3, 0, 20)]],
-        [[(1, 0, 50)], [(1, 50, 69)]],
-    ]
-    assert infinipipe_units([100, 69, 20], 4, work)[1:] == [
-        [[(1, 0, 50)], [(1, 50, 69), (2, 0, 20)]]
-    ]
 
 
 # ---- the checkpointing program
@@ -94,16 +69,6 @@ def test_the_program_checkpoints_the_fewest_layers(seed):
     if layers is not None:
         assert is_enough(task, layers)
         assert sum(layers) <= fewest * 1.02
-
-
-def test_a_program_that_ends_by_its_count_of_nodes_still_saves_enough(monkeypatch):
-    monkeypatch.setattr(checkpointing, "NODES", 1)
-    ranges = {"flying": (12, 12), "excess": (100, 900), "saved": (5, 40)}
-    moments = drawn_moments(random.Random(4), count=50, variables=60, **ranges)
-    task = CheckpointingTask(variables=60, most=10, limit=600, moments=moments)
-    layers = solve(task)
-    assert layers is not None
-    assert is_enough(task, layers)
 
 
 # ---- plans

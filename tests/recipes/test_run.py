@@ -15,7 +15,6 @@ import run
 from arguments import ModelArguments, PreferenceArguments
 from hf_flexseq import PlanInfeasible
 from model import load_base
-from progress import log_line
 from tests.programs import ROOT
 
 # ---- where a run starts
@@ -139,22 +138,6 @@ def test_the_reference_of_a_divergence_is_the_revision_that_was_named():
 
 FIGURES = {"micro_batches": 2.0, "groups_of_1": 3.0, "groups_of_2": 1.0}
 FIGURES |= {"predicted_s": 1.0, "measured_s": 1.25, "tokens_per_s": 8000.0}
-
-
-def test_a_step_is_one_line_of_what_its_trainer_is_after():
-    line = log_line(7, {"loss": 5.4321, "learning_rate": 1e-3}, FIGURES)
-    assert line.startswith("step    7  loss 5.432  3 x degree 1 + 1 x degree 2 in 2 micro-batch")
-    assert "\n" not in line
-    line = log_line(7, {"loss": 5.4321}, {"chunks": 9.0, "stages": 2.0} | FIGURES)
-    assert line.startswith("step    7  loss 5.432  9 chunk(s) through 2 stages, predicted 1.000 s")
-    assert log_line(0, {"eval_loss": 8.3}, FIGURES) == "step    0  held-out loss 8.300"
-    assert log_line(9, {"train_runtime": 1.0}, FIGURES) is None
-    for logs, said in (
-        ({"loss": 0.5, "rewards/accuracies": 0.75}, "loss 0.500  accuracy 0.750"),
-        ({"loss": 0.0, "reward": 0.25}, "loss 0.000  reward 0.250"),
-        ({"eval_loss": 0.5, "eval_reward": 1.0}, "held-out loss 0.500  reward 1.000"),
-    ):
-        assert log_line(3, logs, None) == f"step    3  {said}"
 
 
 # ---- how it ends
