@@ -84,28 +84,6 @@ def test_what_runs_again_is_what_takes_longer():
     assert cost.linear_s < tiled.linear_s < cost.linear_s * 4 / 3
 
 
-def test_tiles_cost_less_where_a_layer_runs_again_anyway():
-    cost = llama(checkpointing=False)
-    share = cost.activations.mlp_share
-    tiled = with_choice(cost, MemoryChoice(mlp_tiles=8)).linear_s
-    assert tiled == pytest.approx(cost.linear_s * (3 + share) / 3)
-    both = with_choice(cost, replace(ALL, mlp_tiles=8)).linear_s
-    assert both == pytest.approx(cost.linear_s * (4 + share / 3) / 3)
-
-
-def test_running_again_costs_more_where_weights_are_frozen():
-    """Below adapters there are two passes, and a third one is half as much again."""
-    frozen = replace(LLAMA_8B, frozen_params=LLAMA_8B.params)
-    plain, checkpointed = (
-        analytic_cost_model(frozen, DEVICES["H100"], NODES, checkpointing=checkpointing)
-        for checkpointing in (False, True)
-    )
-    assert plain.activations.linear_passes == 2
-    assert with_choice(plain, ALL).linear_s == pytest.approx(1.5 * plain.linear_s)
-    assert with_choice(plain, ALL).linear_s == pytest.approx(checkpointed.linear_s)
-    assert plain.linear_s == pytest.approx(llama(checkpointing=False).linear_s * 2 / 3)
-
-
 def test_transfers_to_the_host_count_where_layers_do_not_hide_them():
     cost = llama(checkpointing=False)
     assert with_choice(cost, ON_HOST).linear_s == with_choice(cost, ALL).linear_s

@@ -46,31 +46,6 @@ def test_hops_that_cross_nodes_have_the_bandwidth_of_sixteen_ranks(
     assert found == pytest.approx(mean)
 
 
-@pytest.mark.parametrize(
-    ("topology", "stages", "degree", "across"),
-    [
-        (None, 2, 4, [False, False]),
-        ((1, 8), 2, 4, [False, False]),
-        ((2, 4), 2, 4, [False, False]),  # a stage is a node
-        ((4, 2), 2, 4, [True, True]),  # a stage is two nodes
-        ((4, 2), 2, 2, [False, False]),  # of which each shares alone
-        ((2, 3), 3, 2, [False, True, False]),  # 0 1 | 2 3 | 4 5
-        ((2, 9), 3, 2, [False, True, False]),  # 8 9 of 6 to 11
-    ],
-)
-def test_shared_chunks_are_exchanged_across_nodes_where_their_ranks_lie_on_more_than_one(
-    topology, stages, degree, across
-):
-    alone = cost_of(stages, layers=2 * stages).stages
-    shared = cost_of(stages, layers=2 * stages, degree=degree, topology=topology).stages
-    assert COST.bandwidth(degree, True) < COST.bandwidth(degree, False) / 2
-    for one, part, spans_nodes in zip(alone, shared, across, strict=True):
-        layers = one.layers / (2 * stages)
-        forward_bytes = COST.all_to_all_bytes * layers / 3
-        exchange_ns = 1e9 * forward_bytes / COST.bandwidth(degree, spans_nodes)
-        assert part.linear_ns == pytest.approx((one.linear_ns + exchange_ns) / degree)
-
-
 # ---- what is left on a stage
 
 

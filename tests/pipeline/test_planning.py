@@ -9,12 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
-from hf_flexseq.pipeline.planning import PipelineOptions
 from hf_flexseq.pipeline.planning.cuts import TILE, UNEVEN, CutWork, cut, on_tiles
-from hf_flexseq.pipeline.planning.greedy import actions_of, play
 from hf_flexseq.pipeline.planning.orders import interleaved, one_forward_one_backward
 from hf_flexseq.pipeline.planning.plan import text
-from hf_flexseq.pipeline.planning.replicas import make_step_plan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.walk import check, check_memory, makespan_ns, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
@@ -133,16 +130,6 @@ def test_auto_is_close_to_the_exact_order_of_few_chunks():
     assert sum(gaps) / len(gaps) <= 0.015
 
 
-def test_backwards_are_joined_where_no_stage_waited():
-    cost = price(2)
-    plan = pipelined([1000], cost, chunks=1)
-    assert [a.kind for a in plan.actions[0]] == ["F", "B"]  # nothing comes before the first stage
-    # its neighbour waits for the input's gradient
-    assert [a.kind for a in plan.actions[1]] == ["F", "I", "W"]
-    costs = costs_of(plan, cost)
-    assert plan.actions == actions_of(play([1], costs, (10**9,) * 2), [1], costs)
-
-
 def test_auto_checkpoints_what_does_not_fit_and_names_what_never_does():
     cost = price(2)
     lengths = [100, 10_000, 200]
@@ -220,26 +207,6 @@ def test_fixed_schedules_say_that_they_do_not_fit():
     with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):
         pipelined([5, 1000], price(2), schedule="1f1b", max_tokens=999)
     check(pipelined([5, 1000], price(2), schedule="1f1b", max_tokens=1000))
-
-
-# ---- notes of a step over several replicas
-
-
-def test_notes_say_into_how_many_chunks_and_by_whose_choice():
-    cost = price(2)
-    asked = make_step_plan([4000, 100, 90], cost, PipelineOptions(chunks=4), replicas=2)
-    count = sum(len(plan.chunks) for plan in asked.plans)
-    assert asked.notes == (
-        f"{count} chunks, 3 of 3 sequences cut, the longest of these (4,000 tokens) into 4: "
-        "as chunks=4 asks",
-    )
-    whole = make_step_plan([40, 30], cost, PipelineOptions(schedule="1f1b"))
-    assert whole.notes == ("2 chunks of whole sequences, by the rule of schedule='1f1b'",)
-    planned = make_step_plan([9_000, 30], cost, PipelineOptions(max_tokens=1000))
-    assert planned.notes[0].endswith(
-        "the fastest by the cost model, with at most 1,000 tokens a chunk"
-    )
-    assert max(chunk.tokens for chunk in planned.plans[0].chunks) <= 1000
 
 
 # ---- published warm-ups, bubbles and memory of 1F1B, Seq1F1B and its interleaving

@@ -58,19 +58,6 @@ def test_deferred_they_come_with_run_and_add_up(x, replayed):
     assert not any(g.requires_grad for g in found), "a gradient holds the forward's graph"
 
 
-def test_under_autocast_they_are_as_good_as_the_plain_layers(x):
-    module, plain = layer().float(), layer().float()
-    store = WeightGradients([module])
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = [loss_of(m, x.float()) for m in (module, plain)]
-    with store.deferred(0):
-        losses[0].backward()
-    store.run(0)
-    losses[1].backward()
-    torch.testing.assert_close(gradients(module), gradients(plain), rtol=2e-2, atol=2e-2)
-    assert all(g.dtype == torch.float32 for g in gradients(module).values())
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_over_many_chunks_in_bfloat16_gradients_are_added_up_in_float32(deferred, gathered):

@@ -63,14 +63,6 @@ either_kind = pytest.mark.parametrize("plan", [OF_GROUPS, OF_PIPELINES])
 
 
 @either_kind
-def test_a_step_says_what_an_engine_needs(plan):
-    assert (plan.lengths, plan.objective_s, plan.notes) == ((9, 2), 1.5, ("because",))
-    assert plan.planner in ("auto", "seq1f1b")
-    assert plan.planning_s in (0.01, 0.5)
-    plan.check_form()
-
-
-@either_kind
 def test_json_round_trip_and_records_of_before(plan):
     kind, record = type(plan), plan.to_record()
     assert kind.from_json(plan.to_json()) == plan
@@ -163,13 +155,6 @@ def test_the_text_form_names_stage_kind_unit_and_chunk():
     for word in ("2X0.1", "F0.1", "2F0", "2F0.1x", "-1F0.0", ""):
         with pytest.raises(ValueError, match="not an action"):
             Action.parse(word)
-
-
-def test_a_chunk_knows_its_cut_sequence():
-    _, tail = CUT.chunks
-    assert tail.cut(CUT.lengths) == Slice(sequence=0, start=6, stop=9)
-    assert chunk_of(0, (1, 0, 2)).cut(CUT.lengths) is None
-    assert tail.tokens == 5
 
 
 def test_json_of_a_cut_plan():

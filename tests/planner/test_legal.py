@@ -111,21 +111,3 @@ def test_plans_are_legal_and_cost_what_they_say(planner, seed):
         assert set(plan.degrees()) <= set(aligned_degrees(topology))
     if seed % 10 == 0:
         assert planned(lengths, topology, cost, **options).digest() == plan.digest()
-
-
-def test_the_checker_sees_what_is_wrong():
-    def group(ranks: list[int], sequences: list[int], strategy: str = "ulysses") -> dict:
-        return {"ranks": ranks, "sequences": sequences, "strategy": strategy}
-
-    def said(*groups: dict) -> list[str]:
-        record = {"lengths": [10, 10], "micro_batches": [{"groups": list(groups)}]}
-        return problems(record, 2, 2, 10)
-
-    assert said(group([0, 1], [0, 1])) == []
-    assert said(group([0, 1], [0])) == ["not every sequence once"]
-    assert said(group([0, 1], [0, 1], "local")) == ["a strategy that does not fit the degree"]
-    assert said(group([0], [0, 1], "local")) == ["a rank above its memory"]
-    assert said(group([1, 2], [0, 1])) == ["a group of parts of nodes"]
-    assert said(group([0, 2], [0, 1])) == ["ranks outside the world, or with gaps"]
-    assert said(group([0], [0], "local"), group([2, 3], [1])) == ["not widest first"]
-    assert "groups that partly overlap" in said(group([0, 1, 2], [0]), group([2, 3], [1]))

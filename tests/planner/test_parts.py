@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import step_ns
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.planner.blocks import blocks_of
-from hf_flexseq.planner.problem import NEVER, Problem, make_problem, micro_batches_of
+from hf_flexseq.planner.problem import NEVER, Problem, make_problem
 from hf_flexseq.planner.search.effort import EFFORT
 from hf_flexseq.planner.search.fill import fill_short, water_levels
 from hf_flexseq.planner.search.place import place_long
@@ -25,7 +23,6 @@ from tests.planner.brute import (
 from tests.plans import planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
-SHAPES = [(1, 1), (1, 5), (1, 8), (2, 4), (3, 2), (1, 9), (1, 12), (2, 6), (3, 5), (4, 8)]
 
 
 def topology(shape: tuple[int, int]) -> Topology:
@@ -52,41 +49,6 @@ def filled(asked: Problem, batches: int):
         found = fill_short(asked, placed, c, rise)
         assert found is not None
         yield c, placed, rise, found
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_and_their_relations(shape):
-    where = topology(shape)
-    blocks = blocks_of(where)
-    ranges = list(zip(blocks.start.tolist(), blocks.stop.tolist(), strict=True))
-    assert ranges[: where.world_size] == [(rank, rank + 1) for rank in range(where.world_size)]
-    assert ranges[-1] == (0, where.world_size)
-    assert all(where.allows(*block) for block in ranges)
-    for i, (a, b) in enumerate(ranges):
-        assert blocks.shapes[blocks.shape_of[i]] == (b - a, where.spans_nodes(a, b))
-        stop = blocks.first[i + 1] if i + 1 < len(ranges) else None
-        assert blocks.ranks[blocks.first[i] : stop].tolist() == list(range(a, b))
-        one = set(range(a, b))
-        for j, block in enumerate(ranges):
-            other = set(range(*block))
-            assert one <= other or other <= one or not one & other
-            assert blocks.inside[i, j] == (other <= one)
-            assert blocks.around[i, j] == (other > one)
-
-
-@pytest.mark.parametrize("shape", [(1, 6), (1, 12), (2, 6), (4, 8)])
-def test_objectives_are_the_cost_model_s(shape):
-    """Any placement, counted by rank and by walking through the plan it stands for."""
-    asked = problem(shape)
-    rng = random.Random(1)
-    by_id = sorted(zip(asked.ids.tolist(), asked.lengths.tolist(), strict=True))
-    lengths = [length for _, length in by_id]
-    for _ in range(5):
-        row2block = [rng.randrange(len(asked.blocks.start)) for _ in lengths]
-        row2batch = [rng.randrange(3) for _ in lengths]
-        plan = micro_batches_of(asked, row2block, row2batch)
-        walked = step_ns(FLEXSP, plan, lengths, asked.topology, sync="lockstep")
-        assert counted(asked, row2block, row2batch, 3).objective == walked
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 sequences that see both ways."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -15,8 +14,7 @@ from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.planner import make_plan
-from hf_flexseq.planner.shared_rows import SharedRows, restricted, worthwhile
-from tests.plans import random_unit
+from hf_flexseq.planner.shared_rows import SharedRows
 
 COST = PRESETS["llama-3.1-8b-h200"]
 
@@ -32,22 +30,6 @@ def tokens_of(units, others=()):
     for unit in units:
         rows |= unit.row_tokens()
     return tuple(rows[row] for row in sorted(rows)) + tuple(others)
-
-
-def test_restricted_units_have_the_tokens_of_their_rows():
-    rng = random.Random(0)
-    for _ in range(200):
-        unit = random_unit(3, rng.randint(2, 8), rng)
-        rows = sorted(rng.sample(unit.rows, rng.randint(1, len(unit.rows))))
-        part = restricted(unit, rows)
-        part.check()
-        whole = unit.row_tokens()
-        assert part.row_tokens() == {row: whole[row] for row, _ in rows}
-        paths = [node for _, last in rows for node in unit.layout.path(last)]
-        assert part.tokens == sum(unit.nodes[node].tokens for node in set(paths))
-        parents = [node.parent for node in part.nodes]
-        ends = {last for _, last in part.rows}
-        assert all(parents.count(i) != 1 or i in ends for i in range(len(parents)))
 
 
 def test_a_plan_with_units_promises_less_than_one_without():
@@ -118,14 +100,6 @@ def test_units_never_make_a_step_slower(options, prompt):
         for units in ((), (unit,))
     )
     assert shared.objective_s <= 1.01 * alone.objective_s
-
-
-def test_layers_with_a_window_gather_few_keys_or_rows_stay_apart():
-    unit = group_of(4096, [128] * 16)
-    rows = tokens_of([unit])
-    for window, units in ((256, (unit,)), (4096, ())):
-        with_window = replace(COST, widest_window=window)
-        assert worthwhile(rows, [unit], with_window, most=10**6) == units
 
 
 # ---- sequences that see both ways

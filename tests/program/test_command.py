@@ -98,35 +98,12 @@ def test_what_a_rank_would_run_is_printed(
     assert without_titles(found) == "\n".join(texts)
 
 
-def test_a_title_counts_what_follows_it_and_messages_to_other_nodes_take_a_lane_of_their_own(
-    command: Command,
-) -> None:
-    one = command.shown("--rank", 1)
-    lines = one.splitlines()
-    assert lines[0].startswith("forward of rank 1: ")
-    program = lines[1 : lines.index(next(line for line in lines if line.startswith("outputs")))]
-    operations = [line.split()[1] for line in program[1:]]
-    assert f": {len(operations)} instructions, " in lines[0]
-    assert f", {operations.count('attend')} attention calls, " in lines[0]
-    assert f", {operations.count('post')} posts, " in lines[0]
-    messages = sum(line.count(" rank ") for line in program)
-    assert lines[0].endswith(f", {messages} messages")
-    two = command.shown("--rank", 1, "--topology", "2x2")
-    assert one == command.shown("--rank", 1, "--topology", "1x4") != two
-    assert without_titles(one) == without_titles(two)
-
-
 def test_the_page_that_explains_a_program_shows_this_one(command: Command) -> None:
     (excerpt,) = [part for part in PAGE.read_text().split("```") if "\nforward of rank 1" in part]
     first, last = excerpt.removeprefix("text\n").split("...\n")
     out = command.shown("--rank", 1)
     assert out.startswith(first)
     assert f"\n{last}backward of rank 1" in out
-
-
-def test_a_rank_without_a_group_is_told_so(command: Command) -> None:
-    out = command.shown("--micro-batch", 1, "--rank", 3)
-    assert out == "rank 3 works in no group of micro-batch 1\n"
 
 
 def test_a_trace_is_read_by_step_and_its_broken_lines_are_named(

@@ -38,20 +38,6 @@ def test_every_query_head_has_a_rank_and_the_kv_head_that_it_reads(heads, kv_hea
         assert worked_on == list(range(heads))
 
 
-def test_kv_heads_are_repeated_only_where_their_readers_are_uneven():
-    def repeats(*sizes):
-        (piece,) = head_pieces(*sizes, 1)
-        return [share.query2kv for share in piece.shares]
-
-    assert repeats(6, 3, 2) == [(0, 0, 1), (0, 1, 1)]
-    assert repeats(8, 2, 2) == [None, None]
-
-
-def test_every_rank_that_works_has_a_head_in_every_piece():
-    assert len(head_pieces(7, 7, 3, 4)) == 2
-    assert len(head_pieces(2, 1, 4, 4)) == 1
-
-
 @pytest.mark.parametrize("tokens, per_node, pieces", [(16500, 4, 1), (16500, 2, 2), (80, 2, 1)])
 def test_heads_come_in_pieces_across_nodes_where_they_are_worth_calls(tokens, per_node, pieces):
     shape = LayerShape(query_heads=16, kv_heads=4, head_dim=8, dtype="bfloat16")
