@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_flexseq import FlexSeqConfig
-from hf_flexseq.base.registry import PLANNERS, STRATEGIES
+from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.config import REMOVED, FlexSeqArguments
 
 
@@ -65,24 +65,6 @@ def test_all_mistakes_are_named_at_once():
         FlexSeqArguments(**wrong)
     for name in wrong:
         assert name in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {},
-        {"planner": "static", "sp_degree": 1, "strategy": "local"},
-        STATIC | {"strategy": "zigzag", "sync": "free", "lookahead": 0},
-        {"strategy": "local", "sync": "lockstep"},
-        {"max_tokens_per_rank": 1, "save_attention_output": False},
-        {"activation_memory": "as_set", "host_memory_gib": 0.5},
-        {"host_memory_gib": 0},
-        *({"strategy": strategy} for strategy in ("auto", *STRATEGIES)),
-    ],
-)
-def test_takes_what_makes_sense(chosen):
-    arguments = FlexSeqArguments(**chosen)
-    assert {name: getattr(arguments, name) for name in chosen} == chosen
 
 
 def test_paths_become_text():

@@ -26,7 +26,7 @@ from hf_flexseq.checkpoints.optimizer import (
     write_optimizer,
 )
 from hf_flexseq.checkpoints.optimizer_files import SavedState, check_plain, clear, write_index
-from hf_flexseq.checkpoints.sharded_optimizer import divided, save_sharded_optimizer
+from hf_flexseq.checkpoints.sharded_optimizer import save_sharded_optimizer
 from hf_flexseq.checkpoints.shards import read_own, whole
 from hf_flexseq.distributed.communicator import Communicator
 from tests.ranks import run_ranks
@@ -311,19 +311,6 @@ def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path, saved, run, chan
 
 
 # ---- of a sharded model
-
-
-def test_every_tensor_is_in_one_part_and_a_part_is_small(monkeypatch):
-    sizes = {f"{number}": 1 + (number * 7) % 10 for number in range(100)}
-    for ranks in (1, 2, 7):
-        parts = divided(sizes, ranks)
-        assert [key for part in parts for key in part] == list(sizes)
-        assert ranks <= len(parts) <= ranks + 1
-    monkeypatch.setattr(sharded_optimizer, "PART_BYTES", 9)
-    parts = divided(sizes, 2)
-    for part in parts:
-        assert len(part) == 1 or sum(sizes[key] for key in part) <= 9
-    assert divided({}, 2) == []
 
 
 def own_parts(rank, ranks, folder):

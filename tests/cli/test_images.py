@@ -121,35 +121,6 @@ def test_compare_has_the_tower_and_what_it_takes_in_groups(flexseq, file):
     assert float(lines[1].split()[-1]) == pytest.approx(80 * image_s, abs=1e-3)
 
 
-@pytest.mark.slow
-def test_report_shows_the_tower_by_step(flexseq, file, tmp_path):
-    pytest.importorskip("jinja2")
-    pytest.importorskip("matplotlib")
-    path, page = file(drawn(32)), tmp_path / "page.html"
-    words = f"{MACHINE} --sequences-per-step 16 --planners auto static"
-    said = flexseq(f"report {path} --html {page} {words}")
-    loads = [
-        TOWER.search(line).groups()
-        for line in flexseq(
-            f"plan --lengths {path} --sequences-per-step 16 {MACHINE}"
-        ).splitlines()
-        if line.startswith("step")
-    ]
-    text = page.read_text()
-    for images, total, _, tower, imbalance in loads:
-        for cell in (images, total, tower, imbalance):
-            assert f"<td>{cell}</td>" in text
-    assert "<th>images</th><th>tower, s</th><th>imbalance</th>" in text
-    assert "<th>in groups</th>" in text
-    # of the first steps, none of which has an image, as little as of a file without
-    rows = [{"text": 900, "images": []}] * 2 + drawn(2)
-    flexseq(f"report {file(rows)} --html {page} {words} --sequences-per-step 2 --steps 1")
-    assert "tower" not in page.read_text()
-    assert " s per step without the tower, " in said
-    assert "The vision tower encodes" in said
-    assert "on every rank of the group would add to a step: " in said
-
-
 def test_rows_come_from_stdin_too(flexseq, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": 3, "images": [16]}\n'))
     assert "1 sequences, 7 tokens with 1 images" in flexseq(f"plan --lengths - {MACHINE}")

@@ -45,13 +45,6 @@ def test_what_goes_on_is_said_while_a_solver_is_busy_and_not_after_a_result(term
         assert {line.rpartition(", ")[0] for line in lines} == {"flexsp: planning step 0"}
 
 
-def test_what_is_done_at_once_says_nothing_in_a_file():
-    stream = Written(terminal=False)
-    with Progress(stream) as progress:
-        progress.now("auto: planning step 0")
-    assert stream.getvalue() == ""
-
-
 def fail(stream):
     with Progress(stream) as progress:
         progress.now("auto")

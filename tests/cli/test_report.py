@@ -264,16 +264,6 @@ def test_a_trace_shows_the_tower_of_steps_that_have_images(plan, made, trace):
     assert "tower" in page.images[0].decode()
 
 
-def test_a_page_shows_experts_over_ranks(plan, made, trace):
-    machine = "--topology 2x4 --cost-model qwen3-30b-a3b-ep4-h100"
-    page = made(trace([line(plan, 0)]), f"{machine} --planners auto")
-    assert "experts in 2 groups of 4 ranks (imbalance 1.1)" in page.text
-    assert "experts: share of all ranks' time in experts" in page.text
-    (row,) = (one for one in page.rows if one[:1] == ["auto"])
-    assert row[-1].endswith(" %")
-    assert re.search(r"compute [0-9.]+ %, experts [0-9.]+ %, ", page.images[0].decode())
-
-
 # ---- what a file brings
 
 

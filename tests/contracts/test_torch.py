@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.reduction import instead_of_ddp
 from hf_flexseq.hf.engine.sharding import parameter_groups
-from tests.contracts.look import parameters, schema_arguments
+from tests.contracts.look import schema_arguments
 from tests.ranks import run_ranks
 
 # ---- kernels/torch_varlen.py: attention with a log-sum-exp
@@ -168,11 +168,3 @@ def errors():
 def test_on_two_ranks(name, errors):
     for rank, of_rank in enumerate(errors):
         assert name not in of_rank, f"rank {rank}: {of_rank[name]}"
-
-
-def test_fsdp2_can_be_told_unit_by_unit():
-    for name in ("reshard_after_forward", "reshard_after_backward", "requires_gradient_sync"):
-        assert parameters(getattr(FSDPModule, f"set_{name}"))[-1:] == ["recurse"], name
-    assert parameters(FSDPModule.set_requires_all_reduce)[-1:] == ["recurse"]
-    # hf/model/facts.py takes a module that has this method for one that FSDP shards
-    assert not hasattr(nn.Module, "set_requires_gradient_sync")

@@ -105,27 +105,6 @@ def test_tensors_leave_the_device_one_layer_later():
     assert all(one.expired() for one in alive)
 
 
-def test_a_layer_comes_back_while_the_one_after_it_is_used(monkeypatch):
-    store = make_store()
-    handles = forward(store)
-    fetched = []
-    original = HostStore._fetch_one
-
-    def noted(self, stored):
-        fetched.append(next(at for at, layer in enumerate(handles) if stored in layer))
-        original(self, stored)
-
-    monkeypatch.setattr(HostStore, "_fetch_one", noted)
-    handles[5][1].take()
-    assert fetched == [5] * 3 + [4] * 3
-    handles[5][0].take()
-    assert len(fetched) == 6
-    handles[4][0].take()
-    assert fetched[6:] == [3] * 3
-    handles[4][0].take()  # for a second backward
-    assert fetched[9:] == [4]
-
-
 def test_a_graph_that_is_dropped_gives_its_bytes_back():
     store = make_store()
     gc.disable()

@@ -1,7 +1,5 @@
 """An MLP in tiles has the result and the gradients of one in a piece, and holds less at once."""
 
-import copy
-
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -91,8 +89,11 @@ def worst(found, wanted):
     return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
 
 
+SHAPES = [(1, TOKENS, HIDDEN), (TOKENS, HIDDEN), (2, 3, HIDDEN), (1, 1, HIDDEN)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, TOKENS, HIDDEN), (TOKENS, HIDDEN), (2, 3, HIDDEN)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_tiles_change_nothing(kind, shape):
     mlp, hidden = made(kind), numbers(shape)
     wanted = run(mlp, mlp, hidden)
@@ -100,18 +101,10 @@ def test_tiles_change_nothing(kind, shape):
         assert worst(run(tiled(mlp, tiles), mlp, hidden), wanted) < 1e-14
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2])
-def test_a_rank_may_have_fewer_tokens_than_tiles(tokens):
-    mlp, hidden = made("SwiGLU"), numbers((1, tokens, HIDDEN))
-    found = run(tiled(mlp, 8), mlp, hidden)
-    for a, b in zip(found, run(mlp, mlp, hidden), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
-
-
-def test_an_input_without_a_gradient_gets_none():
-    mlp, hidden = made("SwiGLU"), numbers()
-    wanted = run(mlp, mlp, hidden, needs_input=False)
-    assert worst(run(tiled(mlp, 3), mlp, hidden, needs_input=False), wanted) < 1e-14
+def test_a_rank_may_have_no_token():
+    mlp, hidden = made("SwiGLU"), numbers((1, 0, HIDDEN))
+    for a, b in zip(run(tiled(mlp, 8), mlp, hidden), run(mlp, mlp, hidden), strict=True):
+        assert torch.equal(a, b)
 
 
 class Products(TorchDispatchMode):
@@ -134,22 +127,6 @@ def test_frozen_weights_cost_no_product(is_frozen):
     # of each tile: those of the forward, for the gradient, for those of the weights
     assert products.count == 4 * (2 + 2 + (0 if is_frozen else 2))
     assert all((parameter.grad is None) == is_frozen for parameter in mlp.parameters())
-
-
-def test_without_gradients_nothing_is_kept():
-    mlp, hidden = made("SwiGLU"), numbers()
-    with torch.no_grad():
-        result = tiled(mlp, 3)(hidden)
-    assert not result.requires_grad
-    assert worst([result], [mlp(hidden)]) < 1e-14
-    frozen = copy.deepcopy(mlp).requires_grad_(False)
-    assert not tiled(frozen, 3)(hidden).requires_grad
-
-
-def test_the_result_may_be_written_to():
-    mlp, hidden = made("SwiGLU"), numbers()
-    wanted = run(lambda x: mlp(x) * 2, mlp, hidden)
-    assert worst(run(lambda x: tiled(mlp, 3)(x).mul_(2), mlp, hidden), wanted) < 1e-14
 
 
 # ---- arithmetic
@@ -209,27 +186,6 @@ def test_the_replay_of_a_layer_does_not_run_the_mlp():
     found = run(lambda x: checkpoint(layer, x, use_reentrant=False), mlp, hidden)
     assert mlp.calls == 4 + 4
     assert worst(found, wanted) < 1e-14
-
-
-def test_a_layer_that_saves_more_runs_it_in_the_replay_as_well():
-    mlp, hidden = made("SwiGLU"), numbers()
-    wanted = run(lambda x: x + mlp(x.sin()).cos(), mlp, hidden)
-    mlp.calls = 0
-
-    def layer(x):
-        return x + tiled(mlp, 4)(x.sin()).cos()
-
-    found = run(lambda x: checkpoint(layer, x, use_reentrant=False), mlp, hidden)
-    assert mlp.calls == 4 + 4 + 4
-    assert worst(found, wanted) < 1e-14
-
-
-def test_the_input_is_all_that_hooks_on_saved_tensors_see():
-    mlp, hidden = made("SwiGLU"), numbers()
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
-        tiled(mlp, 4)(hidden)
-    assert [x.shape for x in packed] == [hidden.shape]
 
 
 # ---- memory

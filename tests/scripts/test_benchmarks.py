@@ -1,9 +1,7 @@
 """scripts/benchmarks: every benchmark starts, is in the index, and records what it measured. Those
 that measure trainers run on documents so short that their figures mean nothing."""
 
-import importlib.util
 import json
-import os
 import sys
 
 import pytest
@@ -51,28 +49,6 @@ def test_every_benchmark_is_in_the_index_and_hides_no_module_of_the_standard_lib
     # a benchmark's own folder comes first on its path
     beside = {path.stem for path in BENCHMARKS.iterdir()}
     assert beside & set(sys.stdlib_module_names) == set()
-
-
-def module(name):
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-@pytest.mark.processes  # git
-def test_a_record_holds_the_figures_and_what_they_were_measured_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "overhead.py"), "--steps", "2"])
-    monkeypatch.chdir(tmp_path)
-    common = module("common")
-    common.write_record(None, {"steps": [1, 2]})
-    assert list(tmp_path.iterdir()) == []
-    common.write_record(tmp_path / "folder/record.json", {"steps": [1, 2]})
-    record = json.loads((tmp_path / "folder/record.json").read_text())
-    assert record["command"] == "python scripts/benchmarks/overhead.py --steps 2"
-    assert record["machine"]["cores"] == os.cpu_count()
-    assert {"python", "numpy"} <= set(record["versions"])
-    assert record["figures"] == {"steps": [1, 2]}
 
 
 def first_cells(name, *options):

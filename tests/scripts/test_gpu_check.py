@@ -8,9 +8,7 @@ import sys
 
 import pytest
 import torch
-import transformers
 
-from hf_flexseq.kernels.cpu_flash import CpuFlash
 from tests.programs import ROOT
 
 SCRIPT = ROOT / "scripts/gpu_check.py"
@@ -124,46 +122,3 @@ def test_what_is_seen_is_on_the_page(module, name, said):
     section = rehearsed(module, name)
     assert section.holds
     assert said in section.text()
-
-
-def test_a_trainer_that_fails_is_a_row_and_the_other_one_runs():
-    training = part("training")
-    stock = {"losses": [1.0, 0.5], "tokens_per_s": 3.0, "peak_gib": 0.0}
-
-    def fails():
-        raise RuntimeError("no kernel\nin many words")
-
-    ways = {"stock": lambda: stock, "flexseq": fails}
-    section = training.compared("", ways)
-    assert not section.holds
-    assert "| flexseq | FAILED: RuntimeError: no kernel |" in section.lines
-    assert any(line.startswith("| stock | 3 | 1.00x |") for line in section.lines)
-    off = training.compared("", ways | {"flexseq": lambda: stock | {"losses": [1.0, 0.4]}})
-    assert not off.holds
-
-
-# ---- what is wrong is found
-
-
-def test_waits_are_errors_inside_of_attention_and_nowhere_else(monkeypatch):
-    modes = ["default"]
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    one_rank, seen = part("one_rank"), []
-
-    class Looking(CpuFlash):
-        def forward(self, *args, **kwargs):
-            seen.append(modes[-1])
-            return super().forward(*args, **kwargs)
-
-        def backward(self, *args, **kwargs):
-            seen.append(modes[-1])
-            return super().backward(*args, **kwargs)
-
-    monkeypatch.setattr(one_rank, "choose_kernel", lambda *asked: Looking())
-    config = transformers.LlamaConfig(**one_rank.TINY)
-    rank = one_rank.OneRank(config, CPU, torch.float32, checkpointing=False)
-    with one_rank.host_waits_nowhere(True):
-        rank.forward_backward([5, 3])
-    assert seen == ["error"] * 4  # two layers, forward and backward
-    assert modes[-1] == "default"

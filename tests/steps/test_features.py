@@ -2,14 +2,10 @@
 the step; gradients of an image that many tokens have."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import convert_to_fp32
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.utils import ModelOutput
 
 from hf_flexseq.base.versions import TESTED
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
@@ -232,39 +228,6 @@ def test_an_error_ahead_of_a_step_is_that_of_its_forward(error):
 
 
 # ---- features as a forward reads them
-
-
-@dataclass
-class OutputWithImages(ModelOutput):
-    """An output that has the features, as those of transformers 5.24."""
-
-    last_hidden_state: Any = None
-    image_outputs: Any = None
-
-    def to_tuple(self):
-        """Called where a part is read by its number."""
-        return tuple(
-            value.to_tuple() if name == "image_outputs" else value for name, value in self.items()
-        )
-
-
-def test_an_output_that_has_the_features_is_read_by_number():
-    rows = torch.rand(TOKENS, WIDTH)
-    given = FeatureForm("pooler_output", False, 0, (WIDTH,)).features(rows)
-    output = OutputWithImages(last_hidden_state=rows + 1, image_outputs=given)
-    assert torch.equal(output[0], rows + 1)
-    assert torch.equal(output["image_outputs"].pooler_output, rows)
-
-
-def test_mixed_precision_casts_the_features_in_an_output():
-    rows = torch.rand(TOKENS, WIDTH).bfloat16()
-    given = FeatureForm("pooler_output", True, 0, (WIDTH, WIDTH)).features(rows.repeat(1, 2))
-    output = convert_to_fp32(OutputWithImages(last_hidden_state=rows, image_outputs=given))
-    (embedded,) = output.image_outputs.pooler_output
-    ((of_layer,),) = output.image_outputs.deepstack_features
-    for found in (output[0], embedded, of_layer):
-        assert torch.equal(found, rows.float())
-        assert found.dtype == torch.float32
 
 
 def test_a_field_that_is_not_sent_is_refused_with_the_tested_versions(monkeypatch):

@@ -289,17 +289,6 @@ def test_a_planner_that_never_answers_fails_on_all_ranks_after_the_timeout():
         )
 
 
-def test_a_planner_that_is_merely_slow_is_waited_for():
-    def draw(rank, world_size):
-        steps = steps_of(rank, planner=Echo(waits=2), timeout_s=1.0)
-        step = steps.next(iter([batch_of(3)]), 1)
-        return step.number, step.planned.plan, step.planned.waited_s
-
-    found = run_threads(draw, 2)
-    assert [(number, plan) for number, plan, _ in found] == [(0, [3, 3])] * 2
-    assert found[0][2] >= 0.48  # seconds of rank 0; another rank may begin to wait later
-
-
 # ---- the next step is dispatched while this one runs
 
 
@@ -432,14 +421,3 @@ def test_a_lost_rank_is_an_error_at_once():
             steps.prefetch()
 
     run_threads(draw, 2)
-
-
-def test_the_end_of_the_data_is_found_ahead():
-    def draw(rank, world_size):
-        steps = prefetched_steps(rank, 4)
-        iterator = batches_of(*[3] * (rank == 0))
-        assert steps.next(iterator, 1).lengths == (3,)
-        steps.prefetch()
-        return [steps.next(iterator, 1), steps.next(iterator, 1)]
-
-    assert run_threads(draw, 2) == [[None, None]] * 2
