@@ -4,6 +4,7 @@ import contextlib
 from types import SimpleNamespace
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
 from hf_flexseq.base.topology import Topology
@@ -13,6 +14,9 @@ from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.memory.store import HostStore
+from hf_flexseq.pipeline.carry import KVCarry
+from hf_flexseq.pipeline.context import ChunkContext
+from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
@@ -24,6 +28,7 @@ from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.stopwatch import Stopwatch
 from tests.late_device.install import ops
 from tests.late_device.lanes import LateHub
+from tests.pipelines import chunk_of
 from tests.plans import NESTED, group, one_group
 
 CUDA = torch.device("cuda")
@@ -37,29 +42,105 @@ for _strategy in ("ulysses", "zigzag", "balanced", "hybrid"):
     MICRO_BATCHES[_strategy] = one_group(range(RANKS), len(LENGTHS), _strategy)
 
 
-def run_layers(name, *, layers=2, blocks=False, after_layer=lambda: None):
+def run_layers(
+    name,
+    *,
+    layers=2,
+    blocks=False,
+    checkpointed=False,
+    passes=None,
+    sees=None,
+    after=lambda: None,
+    **of_context,
+):
     """Forward and backward of some attention layers on four ranks, and the sum of all gradients
-    of the input; raise what the device finds, and ValueError where a number is not finite."""
+    of the input; raise what the device finds, and ValueError where a number is not finite. sees:
+    the blocks of sequences whose tokens see each other both ways."""
+    micro_batch = MICRO_BATCHES[name]
 
     def run(transport):
         communicator = Communicator(TOPOLOGY, transport=transport, use_blocks=blocks)
-        shard = make_shard(MICRO_BATCHES[name], LENGTHS, transport.rank)
-        seq_ctx = SequenceContext(shard, communicator, TorchVarlen(), CUDA)
-        shape = (shard.tokens, HEADS, HEAD_DIM)
-        x = torch.randn(shape, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
-        y = x
+        if passes is None:
+            shard = make_shard(micro_batch, LENGTHS, transport.rank)
+        else:
+            shard = passes.shard(micro_batch, LENGTHS, transport.rank)
+        seq_ctx = SequenceContext(
+            shard,
+            communicator,
+            TorchVarlen(),
+            CUDA,
+            passes=passes,
+            blocks=sees or {},
+            **of_context,
+        )
+        attend = attention_of(seq_ctx, both_ways=sees is not None)
+        x = y = leaf(shard.tokens)
         for _ in range(layers):
-            k = y[:, :KV_HEADS] * 2
-            v = y[:, :KV_HEADS] * 3
-            y = y + sequence_parallel_attention(y, k, v, seq_ctx)
-            after_layer()
+            y = called(attend, y, checkpointed=checkpointed)
+            after()
         y.sum().backward()
-        after_layer()
+        after()
         communicator.all_reduce(x.grad.new_ones(3))
         return x.grad
 
     gradients = LateHub(RANKS).run(run)
     check(*gradients)
+
+
+def leaf(tokens):
+    shape = (tokens, HEADS, HEAD_DIM)
+    return torch.randn(shape, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+
+
+def attention_of(seq_ctx, *, both_ways=False):
+    """A layer: [tokens, heads, head_dim] -> the same shape."""
+
+    def attend(y):
+        k = y[:, :KV_HEADS] * 2
+        v = y[:, :KV_HEADS] * 3
+        return y + sequence_parallel_attention(y, k, v, seq_ctx, both_ways=both_ways)
+
+    return attend
+
+
+def called(layer, x, *, checkpointed):
+    return checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+
+
+CHUNKS = (
+    ((0, 0, 30),),
+    ((0, 30, 31),),
+    ((0, 31, 37), (1, 0, 12), (3, 0, 1)),
+    ((2, 0, 3), (4, 0, 20)),
+)
+
+
+def run_chunks(ranks, *, checkpointed=False, layers=2, after=lambda: None):
+    """The chunks of a pipeline's stage, which `ranks` ranks share."""
+
+    def run(transport):
+        carry = KVCarry(TorchVarlen())
+        sharing = None
+        if ranks > 1:
+            communicator = Communicator(TOPOLOGY, transport=transport)
+            sharing = Sharing(communicator, tuple(range(ranks)), transport.rank)
+        leaves, outs = [], []
+        for parts in CHUNKS:
+            chunk = ChunkContext(chunk_of(*parts), LENGTHS, carry, CUDA, sharing=sharing)
+            y = leaf(chunk.tokens)
+            leaves.append(y)
+            for layer in range(layers):
+                attend = attention_of(chunk.of_layer(layer, keeps_grad=True))
+                y = called(attend, y, checkpointed=checkpointed)
+            outs.append(y)
+            after()
+        for out in reversed(outs):
+            out.sum().backward()
+            after()
+        carry.check_empty()
+        return [x.grad for x in leaves]
+
+    check(*(gradient for of_rank in LateHub(ranks).run(run) for gradient in of_rank))
 
 
 def check(*tensors):

@@ -43,7 +43,7 @@ def run_pytest(*words):
 @pytest.mark.first
 @pytest.mark.timeout(600)  # it compiles the device where that has not been done
 def test_the_device_finds_what_it_should_and_whole_steps_are_free_of_it():
-    run_on_device(*("rules", "store", "memory", "layers", "planted", "trainers", "choices"))
+    run_on_device("rules", "store", "memory", "planted", "trainers", "choices")
 
 
 def test_what_a_gpu_can_run_runs_there():

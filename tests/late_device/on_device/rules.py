@@ -74,6 +74,7 @@ def test_what_is_asked_for_is_late():
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
         lambda x: x[torch.tensor([0])],
+        lambda x: x[[0]],
         lambda x: x.repeat_interleave(torch.ones(3, dtype=torch.int64, device=CUDA)),
         lambda x: torch.ones(3).to(CUDA),
         lambda x: torch.ones(3).to(CUDA, non_blocking=True),  # not pinned
