@@ -2,9 +2,7 @@
 16-bit factors into float32 sums, and gradients of convolutions. Each checks what the real one asks
 for, and says which memory it uses.
 
-FlashAttention's forward is the project's reference kernel. Its backward rounds where
-FlashAttention-2 does: probabilities and their gradients are factors of 16 bits, and gradients of
-keys and values are rounded for each query head before they are added up.
+FlashAttention and cuDNN compute what the project's reference kernel does.
 """
 
 import os
@@ -67,7 +65,7 @@ def _flash_backward(
     assert state.is_cuda, state.device
     call = _call(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, scale, options)
     with torch.no_grad():
-        gradients = _rounded_backward(call, *(ops.cpu(x) for x in (dout, out, lse)))
+        gradients = Reference().backward(call, *(ops.cpu(x) for x in (dout, out, lse)))
     return _made("flash_attention_backward", gradients)
 
 
@@ -92,35 +90,6 @@ def _check_factors(q, k, v, *, most):
     assert q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
     assert q.shape[-1] % 8 == 0, q.shape
     assert q.shape[-1] <= most, q.shape
-
-
-def _rounded_backward(call, dout, out, lse):
-    """Return dq [Tq, H, D], dk and dv [Tk, Hkv, D], rounded where FlashAttention-2 rounds."""
-    q, k, v, segments, scale, *_ = call
-    dtype = q.dtype
-    shared = q.shape[1] // k.shape[1]  # query heads of a key head
-    every_k, every_v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-    dq, dk, dv = (torch.zeros(x.shape) for x in (q, every_k, every_v))
-    for rows, keys in segments.blocks():
-        tensors = (q[rows], every_k[keys], every_v[keys], dout[rows], out[rows])
-        bq, bk, bv, bdout, bout = (x.float().transpose(0, 1) for x in tensors)  # [H, n, D]
-        scores = bq @ bk.transpose(1, 2) * scale  # [H, n, m]
-        if segments.causal:
-            n, m = scores.shape[1:]
-            everywhere = torch.ones(n, m, dtype=torch.bool)
-            hidden = everywhere.triu(1 + m - n)
-            if segments.window is not None:
-                hidden |= everywhere.tril(m - n - segments.window)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        p = (scores - lse[:, rows, None]).exp()
-        dp = bdout @ bv.transpose(1, 2)
-        ds = p * (dp - (bdout * bout).sum(-1, keepdim=True))
-        p, ds = (x.to(dtype).float() for x in (p, ds))
-        dq[rows] += (ds @ bk * scale).transpose(0, 1)
-        dk[keys] += (ds.transpose(1, 2) @ bq * scale).transpose(0, 1)
-        dv[keys] += (p.transpose(1, 2) @ bdout).transpose(0, 1)
-    summed = [x.to(dtype).unflatten(1, (-1, shared)).sum(2) for x in (dk, dv)]
-    return dq.to(dtype), *summed
 
 
 def _made(name, results):
@@ -160,9 +129,7 @@ def _cudnn_backward(
     given = (ops.cpu(dout), *_dense(q, k, v), ops.cpu(out), ops.cpu(lse))
     random = ("seed", "offset", bias, None, None, max_q, max_k)
     with torch.no_grad():
-        gradients = cudnn.gradients(
-            *given, *random, dropout, causal, scale=scale, backward=_rounded_backward
-        )
+        gradients = cudnn.gradients(*given, *random, dropout, causal, scale=scale)
     return _made("cudnn_attention_backward", gradients)
 
 

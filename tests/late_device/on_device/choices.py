@@ -1,5 +1,5 @@
-"""What a run may choose besides, on the device: losses and parameters are those of a CPU, and
-nothing is found."""
+"""Trainers on the device, by what a run may choose: losses, also of evaluations, and parameters
+are those of a CPU, and nothing is found."""
 
 from contextlib import ExitStack
 
@@ -48,8 +48,15 @@ def images():
     return vision_examples("qwen3_vl", IMAGES)
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 # What a run has: a model, a dataset, and options, of which two are changes of the package.
 RUNS = {
+    "evaluated": (lambda: tiny_llama(torch.float32), text, EVALUATED),
+    "evaluated, checkpointed": (
+        lambda: tiny_llama(torch.float32),
+        text,
+        {"gradient_checkpointing": True, **EVALUATED},
+    ),
     "adapters": (with_adapter, text, {}),
     "compiled": (
         lambda: tiny_llama(torch.float32),
@@ -57,6 +64,7 @@ RUNS = {
         {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     ),
     "a tower": (with_tower, images, {}),
+    "a frozen tower, ahead": (lambda: frozen(with_tower(), "tower"), images, {"lookahead": 1}),
     "a tower made again": (with_tower, images, {"keeps_graph": False}),
     "a tower made again beside frozen text": (
         lambda: frozen(with_tower(), "text"),
@@ -75,10 +83,15 @@ RUNS = {
         {"shared_prefixes": "auto", "max_tokens_per_rank": 128, "gradient_checkpointing": True},
     ),
 }
-EVERY_TIME = ("a tower made again", "shared prefixes, checkpointed")
+EVERY_TIME = (
+    "evaluated, checkpointed",
+    "a frozen tower, ahead",
+    "a tower made again",
+    "shared prefixes, checkpointed",
+)
 
 
-def losses_and_parameters(folder, name, *, use_cpu):
+def results(folder, name, *, use_cpu):
     """Of two steps. By SGD: updates are in proportion to gradients."""
     make_model, make_rows, options = RUNS[name]
     options = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, **options}
@@ -90,8 +103,7 @@ def losses_and_parameters(folder, name, *, use_cpu):
             patch.setattr(PART, options.pop("part_patches"))
         ops.reset_counts()
         options |= {"model": make_model(), "rows": make_rows(), "use_cpu": use_cpu}
-        losses, _, parameters = trained(folder, **options)
-    return losses, parameters
+        return trained(folder, **options)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +114,13 @@ def losses_and_parameters(folder, name, *, use_cpu):
     ],
 )
 def test_it_trains_as_on_a_cpu(tmp_path, name):
-    losses, wanted = losses_and_parameters(tmp_path, name, use_cpu=True)
-    found_losses, found = losses_and_parameters(tmp_path, name, use_cpu=False)
+    losses, evaluated, wanted = results(tmp_path, name, use_cpu=True)
+    found_losses, found_evaluated, found = results(tmp_path, name, use_cpu=False)
     assert len(losses) == 2
+    assert len(evaluated) == (2 if "eval_steps" in RUNS[name][2] else 0)
     assert ops.counts()["copies to the host"] == 2  # flags of what is not finite, once a step
     assert found_losses == pytest.approx(losses, rel=1e-5)
+    assert found_evaluated == pytest.approx(evaluated, rel=1e-5)
     for parameter, value in wanted.items():
         torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=1e-6)
 

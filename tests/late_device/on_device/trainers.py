@@ -12,8 +12,6 @@ from hf_flexseq.kernels import choose
 from hf_flexseq.prove.command import prove
 from tests.hf.test_trainer import logged
 from tests.hf.tiny import documents, tiny_llama
-from tests.hf.vision import tiny_vision_model, vision_examples
-from tests.hf.vision_runs import frozen
 from tests.kernels.reference import Reference
 from tests.late_device.install import ops
 from tests.late_device.on_device.conftest import SETTINGS, AnyCall
@@ -47,26 +45,6 @@ def trained(*args, **options):
 
 
 @pytest.mark.usefixtures("one_kernel")
-@pytest.mark.parametrize(
-    "gradient_checkpointing", [pytest.param(False, marks=pytest.mark.nightly), True]
-)
-def test_it_trains_as_on_a_cpu(tmp_path, gradient_checkpointing):
-    options = {"gradient_checkpointing": gradient_checkpointing}
-    options |= {"eval_strategy": "steps", "eval_steps": 2}
-    losses, evaluated, parameters = trained(tmp_path / "cpu", use_cpu=True, **options)
-    ops.reset_counts()
-    found_losses, found_evaluated, found = trained(tmp_path / "cuda", **options)
-    assert ops.counts()["copies to the device"] > 0
-    assert ops.counts()["copies to the host"] == 4  # flags of what is not finite, once a step
-    assert len(losses) == 4
-    assert len(evaluated) == 2
-    assert found_losses == pytest.approx(losses, rel=1e-5)
-    assert found_evaluated == pytest.approx(evaluated, rel=1e-5)
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.usefixtures("one_kernel")
 def test_it_trains_the_same_with_activations_on_the_host(tmp_path):
     checkpointing = {"gradient_checkpointing": True, "max_steps": 2}
     losses, _, wanted = trained(tmp_path, **checkpointing)
@@ -88,20 +66,6 @@ def test_it_trains_in_16_bits(monkeypatch, tmp_path, precision):
         tmp_path / "cuda", model=tiny_llama(torch.float32, **WIDER), **{precision: True}
     )
     assert found == pytest.approx(losses, rel=1e-2)
-
-
-@pytest.mark.usefixtures("one_kernel")
-def test_a_frozen_tower_encodes_images_ahead(tmp_path):
-    """On a stream of its own, and with losses as on a CPU."""
-    examples = vision_examples("qwen3_vl", [1, 0, 2, 1, 1, 0, 3, 1])
-    of_cpu, of_device = [], []
-    for found, use_cpu in ((of_cpu, True), (of_device, False)):
-        model = frozen(tiny_vision_model("qwen3_vl"), "tower").float()
-        options = {"model": model, "rows": examples, "max_steps": 3, "lookahead": 1}
-        losses, *_ = trained(tmp_path, use_cpu=use_cpu, **options)
-        found += losses
-    assert len(of_cpu) == 3
-    assert of_device == pytest.approx(of_cpu, rel=1e-4)
 
 
 class Noisy(torch.nn.Linear):
