@@ -17,21 +17,6 @@ def test_from_world_spreads_ranks_evenly():
         Topology.from_world(12, 8)
 
 
-def test_parts_of_a_node_and_whole_nodes_are_allowed():
-    topology = Topology(nodes=3, ranks_per_node=4)
-    for block in ((0, 1), (1, 4), (0, 4), (4, 6), (0, 8), (4, 12), (0, 12)):
-        assert topology.allows(*block), block
-    for block in ((3, 5), (0, 6), (2, 8), (0, 13), (-1, 2), (4, 4)):
-        assert not topology.allows(*block), block
-    assert topology.degrees() == [1, 2, 4, 12]
-
-
-def test_spans_nodes():
-    topology = Topology(nodes=2, ranks_per_node=4)
-    for block, spans in (((0, 4), False), ((4, 8), False), ((3, 5), True), ((0, 8), True)):
-        assert topology.spans_nodes(*block) == spans, block
-
-
 @pytest.mark.parametrize(
     "nodes, ranks_per_node", [(1, 1), (1, 2), (1, 8), (8, 8), (2, 3), (3, 1), (5, 6)]
 )

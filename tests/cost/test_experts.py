@@ -68,18 +68,6 @@ def test_no_plan_beats_its_bound_and_no_degree_beats_the_plan(ranks):
         assert plan.objective_s <= fixed.objective_s
 
 
-def test_ranks_that_expert_groups_do_not_divide_are_refused():
-    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=replace(EXPERTS, ranks=8))
-    with pytest.raises(ValueError, match="experts over 8 ranks on 4 ranks: use a multiple"):
-        make_plan((100,), NODE, cost)
-
-
-def test_experts_of_ranks_that_do_not_meet_are_refused():
-    cost = replace(PRESETS["qwen3-30b-a3b-h100"], experts=EXPERTS)
-    with pytest.raises(ValueError, match="sync='free' with experts over 2 ranks"):
-        make_plan((100,), NODE, cost, PlanOptions(sync="free"))
-
-
 @pytest.mark.parametrize(
     "model, ranks, options, message",
     [

@@ -63,15 +63,6 @@ def test_ulysses_with_heads_that_do_not_divide():
     assert attention == pytest.approx([1 / 2, 1 / 3, 2 / 6, 1 / 6, 1 / 6], rel=1e-6)
 
 
-def test_a_ring_hides_transfers_behind_attention_or_the_other_way_round():
-    cost = simple_cost(
-        attention_s=1.0, linear_s=1.0, ring_bytes=2.0, overlap=1.0, bandwidths=((4, 0.5),)
-    )
-    moved = 2.0 * 10 * (3 / 4) / 0.5
-    assert cost.sequence_ns(10, 4, "zigzag", False) == round((max(100 / 4, moved) + 10 / 4) * 1e9)
-    assert cost.sequence_ns(100, 4, "zigzag", False) == round((100**2 / 4 + 100 / 4) * 1e9)
-
-
 def test_ulysses_moves_heads_before_and_after_its_attention():
     link = {"all_to_all_bytes": 2.0, "bandwidths": ((4, 0.5),), "overlap": 1.0}
     cost = simple_cost(attention_s=1.0, linear_s=1.0, **link)

@@ -274,17 +274,3 @@ def test_two_processes_end_with_the_weights_of_ms_swift_in_one(folder, rows):
         for name in named:
             assert one[name] == pytest.approx(other[name], rel=1e-4)
     assert len((folder / "plans.jsonl").read_text().splitlines()) == STEPS
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss_scale": "react"}, "does not support loss_scale='react'"),
-        ({"task_type": "seq_cls", "num_labels": 2}, "does not support task_type='seq_cls'"),
-    ],
-)
-@marked
-def test_its_command_says_so(folder, options, message):
-    code, said = run(folder, "refused", 1, **options)
-    assert code != 0
-    assert message in said, said[-2000:]

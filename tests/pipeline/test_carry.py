@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.pipeline.carry import KVCarry, WrongOrder
+from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
 from tests.attention.dense import dense_attention
 from tests.kernels.reference import Reference
@@ -60,13 +60,6 @@ def run_chunk(carry, slices, tensors, *, replayed=False, keeps_grad=True, **kind
 
     parts = [x[rows_of(slices)] for x in tensors]
     return checkpoint(attend, *parts, use_reentrant=False) if replayed else attend(*parts)
-
-
-def run_chunks(count, carry=None):
-    """The results of the first chunks."""
-    carry = carry or KVCarry(CpuFlash())
-    tensors = qkv()
-    return [run_chunk(carry, slices, tensors) for slices in CHUNKS[:count]]
 
 
 @pytest.mark.parametrize("replayed", [False, True])
@@ -140,22 +133,3 @@ def test_chunks_of_one_layout_share_programs_and_no_others_do():
         programs_of((0, 0, 3)),  # a part, not whole
     ]
     assert len({id(programs) for programs in (first, *others)}) == 6
-
-
-# ---- wrong orders
-
-
-def test_a_chunk_that_comes_twice_raises():
-    carry = KVCarry(CpuFlash())
-    run_chunks(1, carry)
-    with pytest.raises(WrongOrder, match=r"the forward of \[0, 6\) is not the next one"):
-        run_chunk(carry, CHUNKS[0], qkv())
-
-
-def test_what_is_not_drained_raises_at_the_end():
-    carry = KVCarry(CpuFlash())
-    run_chunks(3, carry)[2].sum().backward()
-    message = r"not drained: layer 0, sequence 0 \(stored 11 of 11 positions, 4 drained\)"
-    with pytest.raises(WrongOrder, match=message):
-        carry.check_empty()
-    carry.check_empty()  # nothing is left for the next step

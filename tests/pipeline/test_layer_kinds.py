@@ -7,10 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
-from hf_flexseq.attention.recurrent.carry import Carrying, Part, StateCarry, WrongOrder
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.hybrids import HYBRIDS, make_hybrid
@@ -169,23 +167,3 @@ def test_layers_that_share_keys_are_in_one_stage():
         cut(model_of("Gemma4 with shared keys"), 0, 4)
     with pytest.raises(NotImplementedError, match="embed_tokens_per_layer.weight is outside"):
         cut(make_model("Gemma4 with shared keys"), 0, 2)
-
-
-# ---- the carry of recurrent layers
-
-
-def carrying(carry, start, stop, *, keeps_grad=True):
-    return Carrying(carry, (0, 1), Part(7, start, stop, 10), keeps_grad)
-
-
-def test_chunks_in_another_order_are_refused():
-    carry = StateCarry()
-    with pytest.raises(WrongOrder, match=r"nothing is carried to token 4 of sequence 7"):
-        carrying(carry, 4, 10).given()
-    carrying(carry, 0, 4).store(torch.ones(3))
-    with pytest.raises(WrongOrder, match=r"the forward of \[6, 10\)"):
-        carrying(carry, 6, 10).store(torch.ones(3))
-    with pytest.raises(WrongOrder, match=r"the backward of \[0, 4\)"):
-        carrying(carry, 0, 4).gradient_after()
-    with pytest.raises(WrongOrder, match="not drained: sequence 7"):
-        carry.check_empty()

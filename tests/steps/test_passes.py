@@ -5,18 +5,13 @@ gradients are known before it takes one pass, to the gradients of two."""
 
 import math
 import random
-from contextlib import nullcontext
 from types import MethodType
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
@@ -27,10 +22,9 @@ from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.source_row import DrawnStep, PlannedStep
 from tests.hf.by_hand import TWO_NODES, drawn_row, summed_gradients
-from tests.hf.test_exactness import whole
-from tests.hf.tiny import RandomPlanEngine, documents, relative_errors, taken_gradients, tiny_llama
+from tests.hf.tiny import documents, relative_errors, taken_gradients, tiny_llama
 from tests.plans import group, plan_of_groups, random_plan
-from tests.ranks import join, run_cases, run_threads
+from tests.ranks import join, run_threads
 
 CPU = torch.device("cpu")
 
@@ -192,9 +186,9 @@ def pass_step(plan, sources, communicator, *, lockstep=False):
     )
 
 
-def run_passes(step, objective, before_last=nullcontext):
+def run_passes(step, objective):
     """Run both passes of a step around its loss, and return the loss."""
-    passes = FigurePasses(step, objective, before_last)
+    passes = FigurePasses(step, objective)
     figures = passes.first()
     step.loss, gradients = objective.loss(figures)
     passes.second(figures, gradients)
@@ -274,42 +268,6 @@ def test_the_plans_are_of_every_kind():
                 if any(len(shard.zones) > 1 for shard in shards):
                     seen.add("zones")
     assert len(seen) == 6, seen
-
-
-# ---- DDP and FSDP2
-
-
-def error_under(rank, world_size, sharding, seed, uses, checkpointing):
-    """The largest relative error of gradients, with an engine and accelerate."""
-    sources = sources_of(len(LENGTHS), world_size, seed)
-    _, wanted = one_process(sources, world_size, uses, seed)
-    model = model_of_figures(checkpointing=checkpointing, attention="sdpa")
-    if sharding == "fsdp2":
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    engine = RandomPlanEngine(Accelerator(cpu=True), seed=seed)
-    with engine.attached(model):
-        wrapped = DistributedDataParallel(model) if sharding == "ddp" else model
-        own = [one for one, source in zip(EXAMPLES, sources, strict=True) if source == rank]
-        batch = DataCollatorForFlexSeq()(own) if own else None
-        step = engine.step_of([batch], number=seed)
-        with engine.passes(step, wrapped) as before_last:
-            run_passes(step, RandomObjective(wrapped, rank, uses, seed), before_last)
-    # the mean over ranks is that of their losses
-    found = {n: whole(p.grad) * world_size for n, p in model.named_parameters()}
-    return max(relative_errors(found, wanted).values())
-
-
-@pytest.mark.processes
-def test_gradients_equal_one_process_when_they_are_reduced():
-    cases = [
-        (sharding, seed, USES[2], bool(seed & 1))
-        for sharding in ("ddp", "fsdp2")
-        for seed in range(4)
-    ]
-    for case, by_rank in zip(cases, run_cases(error_under, 2, cases), strict=True):
-        assert max(by_rank) < 1e-10, case
 
 
 # ---- one pass

@@ -45,33 +45,6 @@ def zeppelin_plan(ranks, nodes, rng):
     return plan_of_groups(lengths, *micro_batches)
 
 
-@pytest.mark.parametrize("remap", [False, True])
-@pytest.mark.parametrize(
-    ("nodes", "ranks", "plans"),
-    [
-        (2, 4, 3),
-        pytest.param(3, 6, 3, marks=pytest.mark.slow),
-        pytest.param(4, 8, 12, marks=pytest.mark.nightly),
-    ],
-)
-def test_programs_end_on_the_strictest_transport(nodes, ranks, plans, remap):
-    rng = random.Random(nodes * ranks)
-    topology = Topology(nodes=nodes, ranks_per_node=ranks // nodes)
-    straight = Always(topology, remap=remap, route=False)
-    routing = Always(topology, remap=remap)
-    routed = 0
-    for _ in range(plans):
-        plan = zeppelin_plan(ranks, nodes, rng)
-        for micro_batch in plan.micro_batches:
-            given = (micro_batch, plan.lengths, topology, SHAPE)
-            plain = programs_of(*given, device="cpu", passes=straight)
-            for what, programs in programs_of(*given, device="cpu", passes=routing).items():
-                check(programs, SHAPE)
-                before = sum(program.messages for program in plain[what].values())
-                routed += sum(program.messages for program in programs.values()) > before
-    assert routed > 0
-
-
 def test_a_packet_that_is_sent_across_is_not_read_before_it_arrives():
     """Its rows come too late, and are read by another view of the same memory."""
     topology = Topology(nodes=2, ranks_per_node=2)
