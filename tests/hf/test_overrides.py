@@ -12,7 +12,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqTrainer
 from hf_flexseq.hf.losses.next_token import NextTokenLoss
-from hf_flexseq.hf.refusals.overrides import RULES, Standing
+from hf_flexseq.hf.trainer.overrides import RULES, Standing
 from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.test_own_losses import Focal
 from tests.hf.test_trainer import dataset, float64_loss, padded

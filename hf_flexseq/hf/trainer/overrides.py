@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_flexseq.base.refusals import raise_all
@@ -104,11 +103,6 @@ OF_SHARDED_CHECKPOINTS = (
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
-
-
-def has_other_compute_loss(trainer: Any) -> bool:
-    """Tell if a trainer has another `compute_loss` than `Trainer`."""
-    return type(trainer).compute_loss is not Trainer.compute_loss
 
 
 def check_overrides(trainer: Any) -> None:
