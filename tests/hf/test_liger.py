@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 from hf_flexseq.hf.model import liger as liger_module
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.liger import LOSSES, liger_kernels
-from hf_flexseq.hf.refusals import trainer as refusals
+from hf_flexseq.hf.trainer import checks as refusals
 from tests.hf import objectives
 from tests.hf.objectives import Case
 from tests.hf.test_checks import fresh_accelerate, make_trainer  # noqa: F401

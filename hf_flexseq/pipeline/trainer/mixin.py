@@ -28,8 +28,8 @@ from hf_flexseq.base.versions import saves_on_writers
 from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.rehearsal import class_copy
-from hf_flexseq.hf.trainer.resume import warn_without_optimizer
 from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
+from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
 from hf_flexseq.pipeline.checkpoint import load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     load_stage_optimizer,
@@ -37,15 +37,15 @@ from hf_flexseq.pipeline.optimizer import (
     trained_names,
 )
 from hf_flexseq.pipeline.reduction import gradient_norm
-from hf_flexseq.pipeline.trainer.engine import PipelineEngine
-from hf_flexseq.pipeline.trainer.fsdp import check_fsdp, take_over_fsdp
-from hf_flexseq.pipeline.trainer.loading import load_stage_of
-from hf_flexseq.pipeline.trainer.loss import LossOfStages
-from hf_flexseq.pipeline.trainer.refusals import (
+from hf_flexseq.pipeline.trainer.checks import (
     check_divides,
     check_pipeline_trainer,
     check_replaced,
 )
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
+from hf_flexseq.pipeline.trainer.fsdp import check_fsdp, take_over_fsdp
+from hf_flexseq.pipeline.trainer.loading import load_stage_of
+from hf_flexseq.pipeline.trainer.loss import LossOfStages
 
 logger = logging.getLogger(__name__)
 
