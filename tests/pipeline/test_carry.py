@@ -1,5 +1,5 @@
-"""Attention chunk by chunk against attention over whole sequences, and wrong orders. (Wrong orders
-of a plan's actions are in `test_executor.py`.)"""
+"""Attention chunk by chunk against attention over whole sequences. Wrong orders are in
+`test_executor.py`."""
 
 import pytest
 import torch

@@ -17,12 +17,11 @@ INSIDE_NS = 1e9 * TOKEN.hidden / COST.bandwidth(2, False)
 ACROSS_NS = 1e9 * TOKEN.hidden / COST.bandwidth(16, False)
 
 
-def cost_of(stages, *, cost=COST, layers=8, virtual=1, degree=1, topology=None):
+def cost_of(stages, *, virtual=1, layers=8, degree=1, topology=(1, 8)):
     stage = cut(tiny_llama(num_hidden_layers=layers), 0, stages, virtual=virtual)
-    if topology is not None:
-        nodes, ranks_per_node = topology
-        topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
-    return pipeline_cost(cost, stage, TOKEN, checkpointed=False, degree=degree, topology=topology)
+    nodes, ranks_per_node = topology
+    topology = Topology(nodes=nodes, ranks_per_node=ranks_per_node)
+    return pipeline_cost(COST, stage, TOKEN, checkpointed=False, degree=degree, topology=topology)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +43,25 @@ def test_hops_that_cross_nodes_have_the_bandwidth_of_sixteen_ranks(
     mean = (across * ACROSS_NS + (hops - across) * INSIDE_NS) / hops
     found = cost_of(stages, virtual=virtual, topology=topology).send_ns
     assert found == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("topology", "stages", "degree", "across"),
+    [
+        ((2, 4), 2, 4, [False, False]),  # a stage is a node
+        ((4, 2), 2, 4, [True, True]),  # a stage is two nodes
+        ((2, 3), 3, 2, [False, True, False]),  # 0 1 | 2 3 | 4 5
+    ],
+)
+def test_shared_chunks_are_exchanged_across_nodes_where_their_ranks_lie_on_more_than_one(
+    topology, stages, degree, across
+):
+    alone = cost_of(stages, layers=2 * stages).stages
+    shared = cost_of(stages, layers=2 * stages, degree=degree, topology=topology).stages
+    for one, part, spans_nodes in zip(alone, shared, across, strict=True):
+        forward_bytes = COST.all_to_all_bytes * one.layers / (2 * stages) / 3
+        exchange_ns = 1e9 * forward_bytes / COST.bandwidth(degree, spans_nodes)
+        assert part.linear_ns == pytest.approx((one.linear_ns + exchange_ns) / degree)
 
 
 # ---- what is left on a stage
