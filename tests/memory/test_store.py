@@ -66,6 +66,27 @@ def test_the_same_bits_come_back_over_many_steps_of_changing_lengths():
     assert store.held_bytes == 0
 
 
+def test_a_layer_comes_back_while_the_one_after_it_is_used(monkeypatch):
+    store = make_store()
+    handles = forward(store)
+    fetched = []
+    original = HostStore._fetch_one
+
+    def noted(self, stored):
+        fetched.append(next(at for at, layer in enumerate(handles) if stored in layer))
+        original(self, stored)
+
+    monkeypatch.setattr(HostStore, "_fetch_one", noted)
+    handles[5][1].take()
+    assert fetched == [5] * 3 + [4] * 3
+    handles[5][0].take()
+    assert len(fetched) == 6
+    handles[4][0].take()
+    assert fetched[6:] == [3] * 3
+    handles[4][0].take()  # for a second backward
+    assert fetched[9:] == [4]
+
+
 @pytest.mark.parametrize(
     "x",
     [

@@ -130,6 +130,22 @@ def test_pipelines_refuse_what_sees_both_ways():
         job.plan([40, 9], StepFacts(later_pairs={0: 1}))
 
 
+@pytest.mark.processes
+def test_the_first_step_of_a_quick_job_does_not_wait_for_the_process(monkeypatch):
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(PlannerWorker, "_send", lambda worker, message: sent.append(message))
+    with closing(PlannerWorker(stages_job(max_tokens=30, schedule="1f1b"))) as worker:
+        for step in (3, 4):
+            worker.submit(step, [40])
+        assert worker.wait(3, 600) is None
+        with pytest.raises(PlanInfeasible):
+            worker.result(3)
+        assert worker.wait(4, 0) is not None
+        with pytest.raises(ValueError, match="step 3 was not submitted, or its result was"):
+            worker.result(3)
+    assert [message["id"] for message in sent[1:]] == [4]
+
+
 def test_serve_speaks_only_json_lines():
     job = groups_job(max_tokens_per_rank=10, sync="free").to_record()
     requests = [job, {"id": 5, "lengths": [3, 4]}, {"id": 6, "lengths": [100]}]
