@@ -166,11 +166,11 @@ def own_configuration(model, patch):
     own.config._attn_implementation = "sdpa"
 
 
-def hooked(register, change):
+def hooked(register, change, name="model.layers.0.mlp"):
     """Registers a hook that changes the output, or the input, of a module by `change`."""
 
     def put(model, patch):
-        module = model.get_submodule("model.layers.0.mlp")
+        module = model.get_submodule(name)
         getattr(module, register)(lambda module, args, *out: change(out[0] if out else args[0]))
 
     return put
@@ -178,6 +178,11 @@ def hooked(register, change):
 
 def mean_added(x):
     return x + 0.1 * x.mean(1, keepdim=True)
+
+
+def scaled(x):
+    """The norms behind it hide the scale from the loss, not from gradients."""
+    return x / x.std()
 
 
 def clipping_gradients(model, patch):
@@ -198,6 +203,7 @@ def rotating_twice(model, patch):
 
 
 ATTENTION, ONE_ROW, LATE = "runs shifted_attention of tests", "two sequences", "while it trains"
+HIDDEN = "hidden states of two sequences in one row are"
 ALONE = "tokens that see themselves alone"
 GRADIENTS = "changes gradients of each micro-batch"
 EXACT = None
@@ -225,6 +231,7 @@ CHANGES = {
     "mixing layer": (on_class(LlamaDecoderLayer, mixing_layer), ONE_ROW, LATE),
     "mixing hook": (hooked("register_forward_hook", mean_added), ONE_ROW, LATE),
     "mixing hook before": (hooked("register_forward_pre_hook", mean_added), ONE_ROW, LATE),
+    "scaling hook": (hooked("register_forward_hook", scaled, "model.layers.0"), HIDDEN, LATE),
     "hook on gradients": (clipping_gradients, GRADIENTS, GRADIENTS),
     "mixing activation": (function_on_a_module(mixing_activation), ONE_ROW, None),
     "token-wise activation": (function_on_a_module(squared_relu), EXACT, None),
