@@ -63,7 +63,6 @@ NOWHERE = {
 NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU|Gloo|flash.attention", re.IGNORECASE)
 MISSING = ("ModuleNotFoundError", "ImportError", "PackageNotFoundError")
 REFUSALS = ("ValueError", "NotImplementedError", "ValidationError")
-SAID = re.compile(r"Failed: (\w+): (.*)$", re.MULTILINE)
 EXACT = 2e-6  # of the update, in float32
 
 
@@ -92,15 +91,6 @@ class Cell(NamedTuple):
 # ---- a cell
 
 
-def on_rank(rank: int, world_size: int, stack: str, row: str, folder: Path, resumes: bool) -> Any:
-    """Return what a stack finds on this rank; a failure is named by its first line."""
-    try:
-        return huggingface.trained(stack, row, folder, resumes)
-    except Exception as error:
-        first, *_ = [*str(error).strip().splitlines(), ""]
-        raise Failed(f"{type(error).__name__}: {first}") from error
-
-
 def of_one_process(rank: int, world_size: int, row: str) -> Any:
     return reference(row)
 
@@ -121,13 +111,12 @@ def run(stack: str, row: str, folder: Path, seconds: float) -> tuple[Weights, li
         return command_lines.trained(stack, row, folder, 3 * seconds)
     try:
         for resumes in (False, True) if row == "resume" else (False,):
-            results = run_ranks(on_rank, RANKS, stack, row, folder, resumes, seconds=seconds)
+            given = (stack, row, folder, resumes)
+            results = run_ranks(huggingface.trained, RANKS, *given, seconds=seconds)
     except AssertionError as failure:
-        if found := SAID.search(str(failure)):
-            raise Failed(*found.groups()) from None
         if "did not finish in time" in str(failure):
             raise subprocess.TimeoutExpired(stack, seconds) from None
-        raise Failed("AssertionError", str(failure).strip().splitlines()[-1]) from None
+        raise Failed.says(str(failure), -1) from None
     return results[0]
 
 

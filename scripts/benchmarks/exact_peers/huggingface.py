@@ -82,29 +82,19 @@ def parallelism(stack: str, attention: str) -> dict[str, Any]:
 
 
 def make_trainer(stack: str, row: str, folder: Path) -> Trainer:
-    """Return a stack's trainer of a row. Where all ranks cut the same row, a step takes as many
-    rows with more accumulation."""
+    """Return a stack's trainer of a row."""
     situation = ROWS[row]
     is_cut = stack in ("alst", "cp")
     options = {
         "output_dir": str(folder / "run"),
-        "max_steps": situation.steps,
-        "per_device_train_batch_size": situation.batch,
-        "gradient_accumulation_steps": situation.accumulation * (RANKS if is_cut else 1),
-        "learning_rate": situation.rate,
-        "lr_scheduler_type": situation.schedule,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
         "train_sampling_strategy": "sequential",
         "save_strategy": "steps" if row == "resume" else "no",
-        "save_steps": SAVED_AT,
         "logging_strategy": "no",
-        "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": True,
         "remove_unused_columns": row == "dpo" or stack == "trl",
         "ddp_find_unused_parameters": False,
         "seed": 1,
+        **situation.settings(RANKS if is_cut else 1),
         **parallelism(stack, situation.attention),
     }
     given: dict[str, Any] = {"model": make_model(row)}
@@ -138,7 +128,9 @@ def make_trainer(stack: str, row: str, folder: Path) -> Trainer:
     return base(args=config(**options), **given)
 
 
-def trained(stack: str, row: str, folder: Path, resumes: bool) -> tuple[Weights, list[float]]:
+def trained(
+    rank: int, world_size: int, stack: str, row: str, folder: Path, resumes: bool
+) -> tuple[Weights, list[float]]:
     """Train on this rank; return the weights that learn, and the losses of evaluations.
 
     folder: for checkpoints, all ranks' own. resumes: whether the run begins with the checkpoint of

@@ -6,6 +6,7 @@ attention, and the loss of a step is its sum over all targets of the step, divid
 """
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # configuration and its opt
     "Qwen3_5": ("Qwen3_5Text", {"head_dim": 8, **LINEAR, "layer_types": [RECURRENT, FULL]}),
     "Mixtral": ("Mixtral", {**EXPERTS, **ROUTED, "sliding_window": None}),
 }
+ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)
 Weights = dict[str, np.ndarray]  # that learn, by name
 Document = dict[str, list[int]]
 
@@ -78,10 +80,22 @@ class Situation(NamedTuple):
         """The model's attention: transformers has no sdpa for sinks."""
         return "eager" if self.family == "GptOss" else "sdpa"
 
-    @property
-    def schedule(self) -> str:
-        """The learning rate's: a run that resumes must go on with its own."""
-        return "linear" if self.steps > 1 else "constant"
+    def settings(self, shares: int) -> dict[str, Any]:
+        """Return what all trainers are told alike. shares: of ranks that cut the same row, whose
+        steps take as many rows with more accumulation."""
+        return {
+            "max_steps": self.steps,
+            "save_steps": SAVED_AT if self.steps > 1 else 1,
+            "per_device_train_batch_size": self.batch,
+            "gradient_accumulation_steps": self.accumulation * shares,
+            "learning_rate": self.rate,
+            "lr_scheduler_type": "linear" if self.steps > 1 else "constant",  # goes on in a resume
+            "optim": "sgd",
+            "weight_decay": 0.0,
+            "max_grad_norm": 0.0,
+            "report_to": "none",
+            "use_cpu": True,
+        }
 
 
 ROWS: dict[str, Situation] = {
@@ -109,6 +123,12 @@ ROWS: dict[str, Situation] = {
 
 class Failed(Exception):
     """A stack ended with an error: the name of its class, and the first line of its message."""
+
+    @classmethod
+    def says(cls, text: str, which: int) -> "Failed":
+        """Return the error number `which` that is printed in a text."""
+        found = ERROR.findall(text) or [("RuntimeError", text.strip().splitlines()[-1])]
+        return cls(*found[which])
 
 
 def make_model(row: str) -> Any:
@@ -223,8 +243,7 @@ def reference(row: str) -> tuple[Weights, Weights, float]:
         rows = data[step * situation.per_step : (step + 1) * situation.per_step]
         loss = dpo_loss(model, frozen, rows) if row == "dpo" else mean_loss(model, rows)
         loss.backward()
-        decay = 1 - step / situation.steps if situation.schedule == "linear" else 1.0
-        optimizer.param_groups[0]["lr"] = situation.rate * decay
+        optimizer.param_groups[0]["lr"] = situation.rate * (1 - step / situation.steps)
         optimizer.step()
         optimizer.zero_grad()
     return start, trained_weights(model), float(loss)
