@@ -61,7 +61,7 @@ GROUPS = {
     "reduction": "hf/engine/reduction hf/engine/finished_steps distributed/reduction "
     "pipeline/reduction",
     "loss": "kernels/chunked_loss kernels/token_outputs hf/model/loss hf/losses/step_loss "
-    "hf/losses/next_token hf/losses/known_weights hf/losses/token_means steps/loss_masks "
+    "hf/losses/next_token hf/losses/known_weights hf/losses/micro_batch_losses steps/loss_masks "
     "steps/logged_loss steps/row_outputs steps/figure_passes",
 }
 MOST_S = 600.0  # of a test without a mutant

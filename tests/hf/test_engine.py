@@ -11,8 +11,8 @@ from hf_flexseq import FlexSeqEngine
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf.engine import cost_source as source
-from hf_flexseq.hf.engine import engine_setup
-from hf_flexseq.hf.engine.engine_setup import EngineSetup
+from hf_flexseq.hf.engine import model_planning
+from hf_flexseq.hf.engine.model_planning import EngineSetup
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from tests.hf.random_steps import own_batches
@@ -249,7 +249,7 @@ def without_a_kernel_or_a_process(rank, world_size, kind):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(engine_setup, "choose_kernels", no_kernel)
+            patch.setattr(model_planning, "choose_kernels", no_kernel)
         kernel = refused(ValueError)
     if rank == 0:
         engine.planner = no_process
@@ -273,7 +273,7 @@ def test_what_one_machine_lacks_is_refused_on_all_ranks():
 def test_a_kernel_is_chosen_for_the_heads_of_all_groups_that_plans_may_have(monkeypatch):
     """Eight query heads over two KV heads, on one, two, four and eight ranks; eight span nodes."""
     asked = []
-    monkeypatch.setattr(engine_setup, "choose_kernels", lambda *given: asked.append(given))
+    monkeypatch.setattr(model_planning, "choose_kernels", lambda *given: asked.append(given))
     cpu_group = SimpleNamespace(gather_values=lambda value: [value])
     communicator = SimpleNamespace(topology=Topology(nodes=2, ranks_per_node=4))
     communicator.cpu_group = cpu_group

@@ -12,7 +12,7 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
-from hf_flexseq.hf.losses.token_means import TokenMeans
+from hf_flexseq.hf.losses.micro_batch_losses import TokenMeans
 from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import run, stock_run
 from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments

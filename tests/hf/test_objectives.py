@@ -15,7 +15,7 @@ from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
-from hf_flexseq.hf.losses.reference import adapter_off, adapter_state
+from hf_flexseq.hf.losses.answers import adapter_off, adapter_state
 from hf_flexseq.hf.losses.trainers import _OF_TRAINERS
 from hf_flexseq.hf.model.loss_kinds import _ON_SAMPLES
 from hf_flexseq.steps.calls import ModelCall

@@ -6,7 +6,7 @@ from functools import partial, wraps
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
@@ -16,7 +16,7 @@ from hf_flexseq.hf.trainer.overrides import RULES, Standing
 from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.test_own_losses import Focal
 from tests.hf.test_trainer import dataset, float64_loss, padded
-from tests.hf.tiny import refused, tiny_llama
+from tests.hf.tiny import refused, tiny_llama, tiny_model
 from tests.hf.trainers import trained, trainer_of, weights_apart
 
 # Methods that answer a question: how often they are asked changes nothing.
@@ -259,6 +259,17 @@ def test_what_sees_something_else_is_named_in_the_log(tmp_path, caplog):
     caplog.clear()
     make(Trainer, tmp_path)
     assert not [r for r in caplog.records if r.name == "hf_flexseq.hf.trainer.trainer"]
+
+
+def test_documents_that_see_each_other_under_the_plain_trainer_are_named_in_the_log(
+    tmp_path, caplog
+):
+    for name in ("GptOss", "Llama"):  # of which transformers masks the second one's by positions
+        caplog.clear()
+        model = tiny_model(name, vocab_size=64)
+        make(Trainer, tmp_path, model=model, collator=DataCollatorWithFlattening())
+        said = [r.message for r in caplog.records if "documents of a packed row" in r.message]
+        assert len(said) == (name == "GptOss"), said
 
 
 def test_hooks_on_gradients_that_depend_on_micro_batches_are_refused(tmp_path):

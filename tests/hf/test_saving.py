@@ -17,7 +17,7 @@ from hf_flexseq.hf.engine import cost_choice as choose
 from hf_flexseq.hf.engine import cost_source
 from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.hf.trainer import saving
-from hf_flexseq.hf.trainer.resume import warn_without_optimizer
+from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
 from hf_flexseq.memory import device
 from tests.hf.test_trainer import flexseq_trainer, logged
 from tests.hf.tiny import documents

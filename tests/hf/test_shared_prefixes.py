@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
-from hf_flexseq.hf.losses.generations import grouped
+from hf_flexseq.hf.losses.drawing import grouped
 from hf_flexseq.hf.model.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
 from tests.budget import others_nightly
