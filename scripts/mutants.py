@@ -193,11 +193,13 @@ def parsed(group: str, file: str) -> tuple[ast.Module, list[tuple[Row, ast.AST]]
 
 
 def all_mutants() -> list[Row]:
-    """Return all faults that can be planted."""
+    """Return all faults that can be planted. Raises ValueError for a pattern without files."""
     found = []
     for group, patterns in GROUPS.items():
-        files = {path for one in patterns.split() for path in PACKAGE.glob(f"{one}.py")}
-        for path in sorted(files):
+        by_pattern = {one: set(PACKAGE.glob(f"{one}.py")) for one in patterns.split()}
+        if empty := [one for one, files in by_pattern.items() if not files]:
+            raise ValueError(f"GROUPS: the package has no files {empty}, of {group}")
+        for path in sorted(set().union(*by_pattern.values())):
             found += [row for row, _ in parsed(group, str(path.relative_to(ROOT)))[1]]
     return found
 

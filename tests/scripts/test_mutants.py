@@ -29,6 +29,12 @@ def test_a_seed_draws_the_same_mutants_each_on_a_line_of_its_own(mutants, monkey
     assert len(set(map(mutants.key_of, found))) == len(found)
 
 
+def test_a_group_without_files_is_named(mutants, monkeypatch):
+    monkeypatch.setattr(mutants, "GROUPS", {"plan": "plan/* plan/nowhere"})
+    with pytest.raises(ValueError, match="'plan/nowhere'"):
+        mutants.all_mutants()
+
+
 @pytest.mark.slow
 def test_all_faults_of_a_group_compile_together(mutants):
     for path in sorted((ROOT / "hf_flexseq/program").glob("[a-z]*.py")):
