@@ -19,7 +19,7 @@ from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels import chunked_loss
 from hf_flexseq.kernels.token_outputs import token_outputs
 from tests.differential.case import Case
-from tests.differential.runs import both_on_ranks
+from tests.differential.runs import both_on_ranks, here
 from tests.hf.random_steps import whole
 from tests.hf.test_checks import OwnLoss
 from tests.hf.test_metrics import scaled
@@ -229,6 +229,25 @@ def test_own_losses_train_as_the_plain_trainer_does(tmp_path):
     for name, stock, ours in both_on_ranks(CASES, tmp_path):
         assert weights_apart(stock, ours) < 1e-9, name
         assert_logged_alike(stock, ours, ["loss", "eval_loss"], rel=1e-6)
+
+
+def summed_loss(outputs, labels, num_items_in_batch=None):
+    if isinstance(outputs, PlannedOutput):
+        return -outputs.log_probs.sum() / num_items_in_batch
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def test_a_sum_over_no_token_leaves_the_weights_as_under_the_plain_trainer(tmp_path):
+    rows = documents(LENGTHS)
+    for row in rows[8:12]:  # the third step, when the loss is known as a sum
+        row["labels"] = [-100] * len(row["labels"])
+    settings = {"train_dataset": rows, "compute_loss_func": summed_loss}
+    settings["train_sampling_strategy"] = "sequential"
+    flexseq = OPTIONS | {"on_nonfinite": "warn"}  # of the loss 0 / 0
+    case = Case(settings=SETTINGS | settings, flexseq=flexseq)
+    stock, ours = here(case, tmp_path)
+    assert weights_apart(stock, ours) < 1e-9
 
 
 # ---- what is refused

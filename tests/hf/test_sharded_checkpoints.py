@@ -33,7 +33,7 @@ from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.trainer import checkpoint_forms, saving
+from hf_flexseq.hf.trainer import checkpoint_forms, whole_checkpoints
 from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from tests.hf import experts
 from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
@@ -179,7 +179,7 @@ KILLS = {
     "before the state": (0, optimizer, "clear"),
     "inside a file of the state": (1, optimizer, "_write_part", True),
     "before the index of the state": (0, optimizer, "write_index"),
-    "before the manifest": (0, saving, "finish"),
+    "before the manifest": (0, whole_checkpoints, "finish"),
 }
 
 
