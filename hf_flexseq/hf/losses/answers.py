@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hf_flexseq.hf.losses.heads import BATCHES, Head
 from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model, layer_calls
+from hf_flexseq.hf.model.loss_kinds import FIGURES
 from hf_flexseq.hf.model.noise import dropout_module, noisy_option
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels.upload import to_device
@@ -200,7 +202,7 @@ class Answers:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
                     f"{type(self._trainer).__name__} computes a loss from tokens or labels that "
-                    "are not those of its batch, or calls a model with dropout twice on them: "
+                    "its batch does not have, or calls a model with dropout twice on them: "
                     "hf_flexseq computes gradients of one call for each batch; change batches in "
                     "_prepare_inputs, in the data_collator or in the dataset"
                 )
@@ -227,12 +229,16 @@ class Answers:
     def _taken(self, role: str, call: ModelCall) -> Columns | None:
         """Return the noted figures of a call, once unless `_reuses`; None without any. Figures
         with gradients answer a call with gradients, others one without: KTO may ask both of the
-        same tokens."""
-        for index, result in enumerate(self._results):
+        same tokens. A loss of the user's may mask some labels before its call: figures are of
+        single labels, but for those that the user makes."""
+        ways = [ModelCall.same_as]
+        if self._head.is_own and getattr(self._trainer, FIGURES, None) is None:
+            ways.append(ModelCall.covers)
+        for is_answered, (index, result) in product(ways, enumerate(self._results)):
             has_gradients = result.figures[self._head.main].requires_grad
             if role == POLICY and has_gradients != torch.is_grad_enabled():
                 continue
-            if result.role == role and result.call.same_as(call):
+            if result.role == role and is_answered(result.call, call):
                 if not self._reuses:
                     del self._results[index]
                 return result.figures
