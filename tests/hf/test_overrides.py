@@ -5,7 +5,6 @@ from collections import Counter
 from functools import partial, wraps
 
 import pytest
-import torch
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.trainer.base_trainer import _BaseTrainer
@@ -15,9 +14,9 @@ from hf_flexseq.hf.losses.next_token import NextTokenLoss
 from hf_flexseq.hf.refusals.overrides import RULES, Standing
 from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.test_own_losses import Focal
-from tests.hf.test_trainer import dataset, float64_loss, padded
+from tests.hf.test_trainer import dataset, padded
 from tests.hf.tiny import refused, tiny_llama
-from tests.hf.trainers import trained, trainer_of, weights_apart
+from tests.hf.trainers import trainer_of
 
 # Methods that answer a question: how often they are asked changes nothing.
 QUESTIONS = (
@@ -192,50 +191,6 @@ def test_a_pipeline_refuses_what_its_stages_do_themselves(tmp_path):
         FlexSeqCallback(trainer, args)
 
 
-# ---- batches that are changed on their way
-
-
-class Changes:
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        return super().training_step(model, self.change(inputs), num_items_in_batch)
-
-
-class InFront(Changes, FlexSeqTrainer):
-    pass
-
-
-class OfStock(Changes, Trainer):
-    pass
-
-
-def replaces_labels(inputs):
-    inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] > 50, -100)
-    return inputs
-
-
-def changes_tokens(inputs):
-    inputs["input_ids"][:] = 1
-    return inputs
-
-
-def copies(inputs):
-    return {name: value.clone() for name, value in inputs.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [replaces_labels, changes_tokens, copies])
-def test_a_training_step_in_front_of_the_mixin_gets_each_batch(tmp_path, change):
-    runs = []
-    for base, how in ((OfStock, "stock"), (InFront, "mixin")):
-        model = tiny_llama()
-        if how == "stock":
-            model.loss_function = float64_loss
-        trainer = make(base, tmp_path, how=how, model=model, eval_strategy="no")
-        trainer.change = change
-        runs.append(trained(trainer))
-    assert weights_apart(*runs) < 1e-8
-
-
 # ---- what is said
 
 
@@ -259,47 +214,3 @@ def test_what_sees_something_else_is_named_in_the_log(tmp_path, caplog):
     caplog.clear()
     make(Trainer, tmp_path)
     assert not [r for r in caplog.records if r.name == "hf_flexseq.hf.trainer.trainer"]
-
-
-def test_hooks_on_gradients_that_depend_on_micro_batches_are_refused(tmp_path):
-    def accumulates(model):
-        model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-
-    def clamps(model):
-        model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-
-    for register in (accumulates, clamps):
-        model = tiny_llama(torch.float32)
-        register(model)
-        with refused("on lm_head.weight changes grad"):
-            make(Trainer, tmp_path, model=model)
-
-
-# ---- what changes while it trains
-
-
-class ClampsInFront(FlexSeqTrainer):
-    def training_step(self, model, *args):
-        loss = super().training_step(model, *args)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-1e-3, 1e-3)
-        return loss
-
-
-@pytest.mark.slow
-def test_gradients_that_are_changed_in_front_of_the_mixin(tmp_path):
-    """Of a step with one batch they are those of the plain Trainer."""
-    with refused("ClampsInFront.training_step changes"):
-        make(ClampsInFront, tmp_path).train()
-    make(ClampsInFront, tmp_path, gradient_accumulation_steps=1).train()
-
-
-class Accumulates(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        args.gradient_accumulation_steps = 1
-
-
-def test_another_accumulation_in_the_middle_of_a_training(tmp_path):
-    with refused("has changed from 2 to 1 while training", ValueError):
-        make(Trainer, tmp_path, callbacks=[Accumulates()]).train()
