@@ -4,7 +4,6 @@ import random
 
 import pytest
 from trl import DistillationConfig, DistillationTrainer
-from trl.trainer import distillation_trainer
 
 from hf_flexseq import FlexSeqMixin
 from hf_flexseq.hf.model.loss_kinds import unsuitable_distillation
@@ -114,14 +113,6 @@ def test_each_model_runs_once_on_a_micro_batch(tmp_path):
     assert micro_batches > 2
     for model in (trainer.model, trainer.teacher_model):
         assert calls.count(model.model) == micro_batches
-
-
-@pytest.mark.slow
-def test_devices_that_leave_out_tokens_without_a_loss_find_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(distillation_trainer, "_use_triton", lambda device: True)
-    wanted = run(0, 1, FixedCompletions, tmp_path, {})
-    ours = run(0, 1, FlexSeqDistillation, tmp_path, {})
-    assert_alike(difference(wanted, ours), weights=FLOAT32_BOUND)
 
 
 def test_a_loss_with_gradients_that_were_not_foreseen_is_refused(tmp_path):

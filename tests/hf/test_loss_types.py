@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_flexseq.hf.model.loss_kinds import check_own_loss
 from tests.hf.tiny import documents, refused, tiny_gpt2, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart
 
@@ -129,17 +128,6 @@ def test_a_sum_over_tokens_of_the_users_own_trains_as_under_the_plain_trainer(tm
 def test_other_loss_functions_are_refused(tmp_path, function, said):
     with refused(said):
         make(True, tmp_path, with_loss(function))
-
-
-def test_trying_a_loss_function_draws_no_random_numbers():
-    def random(logits, labels, vocab_size, **kwargs):
-        return ForCausalLMLoss(logits + torch.rand_like(logits), labels, vocab_size, **kwargs)
-
-    model = with_loss(random)
-    before = torch.random.get_rng_state()
-    with pytest.raises(NotImplementedError, match="two parts"):
-        check_own_loss(model)
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_an_own_loss_function_under_a_loss_on_samples_is_refused(tmp_path):

@@ -1,8 +1,6 @@
 """`compute_metrics` and `predict()` of causal language models: the arrays of the plain Trainer on
 as many ranks, made of logits that are never gathered."""
 
-from unittest.mock import Mock
-
 import numpy as np
 import pytest
 import torch
@@ -18,8 +16,6 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.hf.engine.engine import FlexSeqEngine
-from tests.hf.test_router import mixture
 from tests.hf.test_trainer import float64_loss, logged, padded
 from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama, tiny_model
 from tests.hf.trainers import OwnLoss, trainer_of
@@ -272,48 +268,6 @@ def test_a_model_that_scales_its_logits_shows_them_scaled(tmp_path):
     )
 
 
-@pytest.mark.parametrize("base", [Trainer, OwnLoss])
-def test_rows_without_labels_are_predicted(tmp_path, base):
-    rows = [{"input_ids": row["input_ids"]} for row in documents(LENGTHS[:5])]
-    given = {"base": base, **showing(best)}
-    stock, ours = (make(flex, tmp_path, **given).predict(rows) for flex in (False, True))
-    assert ours.label_ids is None
-    assert "test_loss" not in ours.metrics
-    np.testing.assert_array_equal(
-        at_tokens(ours.predictions, LENGTHS[:5]), at_tokens(stock.predictions, LENGTHS[:5])
-    )
-
-
-def test_a_loss_of_ones_own_and_predictions_take_one_pass(tmp_path, monkeypatch):
-    steps = Mock(wraps=FlexSeqEngine.step_of)
-    monkeypatch.setattr(FlexSeqEngine, "step_of", lambda *args, **named: steps(*args, **named))
-    given = {
-        "base": OwnLoss,
-        "per_device_eval_batch_size": len(LENGTHS),
-        "compute_metrics": Seen(),
-    }
-    make(True, tmp_path, **given, **showing(best)).evaluate()
-    assert steps.call_count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", [Trainer, OwnLoss])
-def test_a_router_loss_counts_beside_predictions(tmp_path, base):
-    def best_of_stock(logits, labels):
-        """The router loss and the routers' logits come with the model's."""
-        return best(logits[1] if isinstance(logits, tuple) else logits, labels)
-
-    found = []
-    for flex in (False, True):
-        given = {"base": base, "model": mixture(), "compute_metrics": Seen()}
-        given["per_device_eval_batch_size"] = len(LENGTHS)
-        metrics = make(flex, tmp_path, **given, **showing(best_of_stock)).evaluate()
-        found.append((metrics["eval_hits"], metrics["eval_loss"]))
-    (hits, loss), (own_hits, own_loss) = found
-    assert own_hits == hits
-    assert own_loss == pytest.approx(loss, rel=1e-6)
-
-
 def test_chunks_see_the_labels_of_their_tokens(tmp_path, monkeypatch):
     chunks = []
 
@@ -400,13 +354,6 @@ def test_generated_predictions_are_refused_and_a_callback_has_them(tmp_path, mod
     assert len(callback.found) == 2
     for found in callback.found:
         np.testing.assert_array_equal(found, stock.predictions[:, : found.shape[1]])
-
-
-def test_loss_only_needs_nothing(tmp_path):
-    trainer = make(True, tmp_path, compute_metrics=Seen(), prediction_loss_only=True)
-    metrics = trainer.evaluate()
-    assert "eval_hits" not in metrics
-    assert metrics["eval_loss"] == pytest.approx(loss_of(tiny_llama()), rel=1e-10)
 
 
 @pytest.mark.parametrize(
