@@ -249,19 +249,6 @@ def test_a_second_backward_attends_again():
 # ---- what is held, and for how long
 
 
-@pytest.mark.parametrize(
-    "checkpointing, training, grad",
-    [(False, True, True), (True, False, True), (True, True, False)],
-)
-def test_nothing_is_kept_where_nothing_is_replayed(checkpointing, training, grad):
-    model = model_of(checkpointing).train(training)
-    seq_ctx, _ = make_context()
-    with torch.set_grad_enabled(grad):
-        loss = loss_of(model, seq_ctx)
-    assert len(seq_ctx.kept) == 0
-    del loss
-
-
 def test_a_graph_that_is_dropped_leaves_nothing():
     model, (seq_ctx, _) = model_of(), make_context()
     gc.collect()
@@ -276,13 +263,6 @@ def test_a_graph_that_is_dropped_leaves_nothing():
         assert [x() for x in tensors] == [None] * 2 * LAYERS
     finally:
         gc.enable()
-
-
-def test_layers_without_gradients_leave_nothing():
-    model = model_of().requires_grad_(False)
-    model.model.layers[1].mlp.requires_grad_(True)
-    forwards, _ = run_alone(model)
-    assert forwards == LAYERS
 
 
 def test_a_result_that_was_written_to_is_noticed():

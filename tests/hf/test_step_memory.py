@@ -3,7 +3,6 @@ whose cap was lower before. On several ranks the next start has the lower cap.""
 
 import json
 import os
-import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -16,7 +15,6 @@ from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
-from hf_flexseq.cost.choices import held_at_most
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.hf.trainer.step_memory import RECORD
 from hf_flexseq.plan import PlanInfeasible
@@ -243,36 +241,6 @@ def test_all_bits_are_those_of_a_run_with_the_lower_cap(tmp_path, case):
     assert plans(failed)[step:] == plans(lower)
 
 
-@pytest.mark.slow
-def test_choices_for_activations_keep_to_a_lower_budget_as_well(tmp_path):
-    model = tiny_llama(num_hidden_layers=4)
-    estimate = tmp_path / "cost.json"
-    whole = stock(tmp_path / "estimate", model=model, flexseq={"max_tokens_per_rank": None})
-    with whole.flexseq.attached(model):
-        cost = whole.flexseq.cost
-    estimate.write_text(json.dumps(held_at_most(cost, 50, 1).to_record()))
-    flexseq = {"max_tokens_per_rank": None, "cost_model": str(estimate)}
-
-    def make(folder, **settings):
-        return stock(folder, model=tiny_llama(num_hidden_layers=4), **settings)
-
-    failed, lower = tmp_path / "failed", tmp_path / "lower"
-    fault = RunsOut(0, call=10)
-    trainer = checked_trainer(make, failed, fault, flexseq=flexseq)
-    with fault.planted():
-        found = trained(trainer)
-    assert fault.times == 0
-    lowered = trainer.flexseq.cost
-    assert lowered.free_bytes(1) // lowered.token_bytes == cap_after(failed)
-    lower.mkdir()
-    shutil.copy(failed / RECORD, lower)
-    assert cap_after(failed) < 50
-    wanted = trained(checked_trainer(make, lower, RunsOut(), flexseq=flexseq))
-    assert_same(found, wanted)
-    assert plans(failed) == plans(lower)
-    assert "recomputed_layers" in str(plans(lower)), "a sequence of 56 tokens fits no other way"
-
-
 # ---- where it ends
 
 
@@ -295,12 +263,6 @@ def test_weights_that_no_checkpoint_has_are_left_to_the_next_start(tmp_path):
     (note,) = raised.value.__notes__
     assert f"as {tmp_path / RECORD} says: go on from the newest checkpoint" in note
     assert cap_after(tmp_path) < CAP
-
-
-def test_another_file_in_its_place_is_refused(tmp_path):
-    (tmp_path / RECORD).write_text('{"max_tokens_per_rank": 0}')
-    with pytest.raises(ValueError, match=f"{RECORD}: max_tokens_per_rank is 0, not a number"):
-        checked_trainer(stock, tmp_path, RunsOut()).train()
 
 
 # ---- without auto_find_batch_size

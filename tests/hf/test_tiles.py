@@ -2,19 +2,16 @@
 one process, and why some are left alone. Ranks are threads; see `test_tiles_sharded.py` for
 processes."""
 
-import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.choices import choices_of
 from hf_flexseq.hf.model import tiles
 from hf_flexseq.hf.model.tiles import MlpTiles, find_mlps, priced_for
@@ -30,7 +27,6 @@ from tests.hf.tiny import (
     documents,
     reference_gradients,
     refused,
-    tiny_arguments,
     tiny_llama,
     tiny_model,
 )
@@ -44,30 +40,6 @@ def model_of(family):
 
 # ---- which modules they are
 
-MLP, FEED_FORWARD = {"mlp"}, {"feed_forward"}
-# By family, names in the layers; {} where there are only experts, or matrices of the layer itself.
-FOUND = {
-    "Llama": MLP,
-    "Gemma2": MLP,  # with a norm behind it
-    "Phi3": MLP,  # gate and up in one
-    "GPTNeoX": MLP,
-    "Starcoder2": MLP,
-    "Llama4": {"feed_forward", "feed_forward.shared_expert"},
-    "Qwen2Moe": {"mlp.shared_expert"},
-    "DeepseekV3": {"mlp", "mlp.shared_experts"},
-    "LongcatFlash": {"mlps.0", "mlps.1"},
-    "MiMoV2Flash": MLP,
-    "OPT": set(),
-    "GptOss": set(),
-    "Mixtral": set(),
-    "GraniteMoe": set(),
-    "JetMoe": set(),
-    "Bamba": FEED_FORWARD,
-    "Lfm2": FEED_FORWARD,
-    "Qwen3Next": {"mlp.shared_expert"},
-    "NemotronH": {"mixer", "mixer.shared_experts"},
-    "Zamba2": set(),  # takes the number of its layer as well
-}
 # Families without any, of all that this project tries.
 WITHOUT = {
     *("GptOss", "GraniteMoe", "OPT", "Mixtral", "Qwen3Moe", "Olmoe", "Cohere2Moe"),
@@ -75,26 +47,11 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("family", FOUND)
-def test_modules_that_treat_every_token_alone_are_found(family):
-    found = find_mlps(model_of(family))
-    names = {re.sub(r".*layers\.\d+\.", "", mlp.name) for mlp in found.mlps}
-    assert names == FOUND[family]
-    assert bool(found.reasons) == (not names)
-
-
 @pytest.mark.nightly
 def test_most_families_have_such_modules():
     families = {**FAMILIES, **HYBRIDS}
     assert {family for family in families if not find_mlps(model_of(family)).mlps} == WITHOUT
     assert len(families) - len(WITHOUT) >= 60
-
-
-def test_the_trial_leaves_random_numbers_alone():
-    model = make_model("Llama")
-    before = torch.get_rng_state()
-    find_mlps(model)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---- loss and gradients
@@ -212,31 +169,6 @@ def test_two_micro_batches_in_flight_have_tiles_of_their_own(counts):
     assert counts == [4, 4, 2, 2]
 
 
-def test_layers_may_share_an_mlp(counts):
-    model = tiny_llama()
-    first, second = model.model.layers
-    second.mlp = first.mlp
-    wanted = called(model)
-    attached = MlpTiles(model)
-    attached.attach()
-    torch.testing.assert_close(called(model, 4), wanted, rtol=1e-13, atol=1e-13)
-    assert counts == [4, 4]
-    attached.detach()
-    assert "forward" not in vars(first.mlp)
-
-
-def test_a_forward_of_the_instance_stays_and_is_put_back():
-    model = tiny_llama()
-    mlp = model.model.layers[0].mlp
-    own = mlp.forward  # a method of a library, bound to the module
-    mlp.forward = own
-    attached = MlpTiles(model)
-    attached.attach()
-    called(model, 3)
-    attached.detach()
-    assert vars(mlp)["forward"] is own
-
-
 # ---- why some are left alone
 
 
@@ -313,26 +245,3 @@ def test_planners_choose_no_tiles_for_a_model_without_any():
     assert any(choice.mlp_tiles > 1 for choice in choices_of(cost, 8))
     without = choices_of(priced_for(cost, make_model("OPT")), 8)
     assert all(choice.mlp_tiles == 1 for choice in without)
-
-
-def test_planners_choose_no_tiles_for_mlps_that_cannot_have_any_once_they_are_wrapped():
-    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(max_tokens_per_rank=None))
-    model = tiny_llama()
-
-    def share():
-        return engine.planner(ahead=False)._job.cost.activations.mlp_share
-
-    with engine.attached(model):
-        assert share() > 0
-        for layer in model.model.layers:
-            layer.mlp.up_proj.weight.register_hook(lambda gradient: None)
-        assert share() == 0
-
-
-def test_the_log_says_which_are_left_alone(caplog):
-    model = tiny_llama()
-    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *args: None)
-    with caplog.at_level("INFO"):
-        MlpTiles(model).attach()
-    assert "1 MLPs are computed in tiles" in caplog.text
-    assert "others are not: mlp: code of yours" in caplog.text

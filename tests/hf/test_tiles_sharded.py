@@ -2,74 +2,23 @@
 reduced once. Under ZeRO-3 gradients are those of one process; under DDP and FSDP2
 `test_memory.py` shows it."""
 
-import random
 from collections import Counter
 from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
-from accelerate import Accelerator
 from deepspeed.utils import safe_get_full_grad, z3_leaf_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_flexseq.hf.model import tiles
 from hf_flexseq.hf.model.tiles import MlpTiles
 from hf_flexseq.plan.memory import MemoryChoice
-from tests.hf.random_steps import own_batches, sharded
-from tests.hf.test_exactness import LENGTHS
-from tests.hf.test_fsdp_policies import Collectives
-from tests.hf.tiny import RandomPlanEngine, documents, relative_errors, tiny_llama
+from tests.hf.tiny import relative_errors, tiny_llama
 from tests.ranks import run_cases
 
 pytestmark = pytest.mark.processes
 
 LAYERS = 2
-PRICED = {"cost_model": "estimate"}  # the tests' usual one does not price choices
-
-
-# ---- FSDP2
-
-
-def collectives_of_steps(rank, world_size, counts):
-    """The collectives of two steps under FSDP2, by their names, whose micro-batches have any of
-    some numbers of tiles; and the numbers of tiles that were computed."""
-    computed = set()
-    compute = tiles.in_tiles
-
-    def noted(function, hidden, count):
-        computed.add(min(count, hidden.shape[-2]))
-        return compute(function, hidden, count)
-
-    rng = random.Random(0)
-
-    def choose(_):
-        return MemoryChoice(recomputed_layers=LAYERS, mlp_tiles=rng.choice(counts))
-
-    engine = RandomPlanEngine(Accelerator(cpu=True), 5, choose=choose, **PRICED)
-    model = tiny_llama().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    sharded(model)
-    engine.attach(model)
-    tiles.in_tiles = noted
-    try:
-        with Collectives() as collectives:
-            for _ in range(2):
-                for step in engine.steps(own_batches(documents(LENGTHS), rank, world_size), 2):
-                    step.backward(model)
-    finally:
-        tiles.in_tiles = compute
-    return dict(collectives.counts), computed
-
-
-def test_fsdp2_gathers_as_often_as_without_tiles():
-    by_case = run_cases(collectives_of_steps, 2, [((1,),), ((3,),), ((9,),)], seconds=150)
-    for without, three, nine in zip(*by_case, strict=True):
-        assert without[1] == set()
-        assert 3 in three[1]
-        assert 9 in nine[1]
-        assert sum(without[0].values()) > 0
-        assert three[0] == nine[0] == without[0]
 
 
 # ---- ZeRO-3
