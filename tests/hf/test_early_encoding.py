@@ -189,16 +189,3 @@ def test_what_is_not_finite_is_raised_in_the_same_step(behind):
         ran, updates, said = loop(poisoned=poisoned)
         assert (ran, updates) == (wanted, wanted)
         assert f"in the gradients of {PARAMETER};" in said
-
-
-@pytest.mark.processes
-def test_an_engine_that_is_detached_in_the_middle_begins_anew(behind):
-    engine, told = engine_that_tells()
-    model = tiny_llama()
-    for _ in range(2):
-        with engine.attached(model):
-            for step in engine.steps(batches(9)):
-                step.backward(model)
-                if step.step.number == 2:
-                    break  # the third step is not finished, and the fourth is dispatched
-    assert told == [0, 0]

@@ -13,7 +13,7 @@ from hf_flexseq.cost.correction import FACTORS, MeasuredStep, corrected, fit
 from hf_flexseq.cost.terms import TERMS
 from hf_flexseq.hf.engine import cost_source
 from hf_flexseq.hf.trainer import synthetic_run as command
-from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
+from hf_flexseq.steps.learned_cost import LearnedCost, versions_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.costs import rings
 from tests.hf.test_trainer import flexseq_trainer
@@ -131,28 +131,6 @@ def test_ranks_have_the_same_factors_and_a_checkpoint_freezes_them(saved_after, 
     assert learned.factors_of(steps[0] - 1) is None
     assert learned.factors_of(STEPS) == learned.newest == last
     assert [one.factors[-1] for one in versions_of(first)] == [1.0, *[1.25] * (len(steps) - 1)]
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (None, "another version"),
-        ({"terms": ["token"], "versions": []}, "another version"),
-        ({"terms": list(FACTORS), "versions": [[3]]}, "not a step and the factors"),
-        ({"terms": list(FACTORS), "versions": [[3, [-1.0] * len(FACTORS)]]}, "not a step"),
-    ],
-)
-def test_a_record_that_is_none_is_refused(record, message):
-    with pytest.raises(ValueError, match=message):
-        versions_of(record)
-
-
-@pytest.mark.parametrize(("ratio", "lines"), [(1.2, 0), (1.4, 1), (0.6, 1)])
-def test_a_change_of_the_seconds_is_said_once(ratio, lines, caplog):
-    learned = LearnedCost([Version(0, (1.0,) * len(FACTORS))])
-    for number in range(100):
-        learned.watch(50.0 if number % 5 == 0 else ratio, 1.0)
-    assert caplog.text.count("times what the cost model says") == lines
 
 
 # ---- flexseq calibrate MODEL

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
-from hf_flexseq.hf.engine.loaders import LongestLoader, batches_on_host, without_repeats
+from hf_flexseq.hf.engine.loaders import LongestLoader, without_repeats
 from tests.budget import others_nightly
 from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import flexseq_trainer, float64_loss, logged, padded, update_error
@@ -208,11 +208,6 @@ def leaving_for_meta(prepared):
     return prepared
 
 
-def test_a_loader_that_is_not_told_does_lose_its_batches():
-    (first, *_) = loader(Accelerator(cpu=True))
-    assert first["input_ids"].device == META
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_loop_draws_from_the_host_whether_the_loader_or_the_model_was_first(is_first):
     accelerator = Accelerator(cpu=True)
@@ -264,21 +259,6 @@ def test_a_trainer_trains_resumes_and_evaluates_from_the_host(tmp_path):
     for done in (first, again):
         assert done.loader.device == META
     assert first.eval_loader.device == META
-
-
-def test_an_error_while_drawing_gives_the_loader_its_device_back():
-    dataloader = loader(Accelerator(cpu=True))
-    error = RuntimeError("while drawing")
-    with pytest.raises(RuntimeError, match="while drawing"), batches_on_host(dataloader):
-        raise error
-    assert dataloader.device == META
-
-
-def test_other_loaders_are_left_as_they_are():
-    for other in ([1, 2], DataLoader([1, 2])):
-        with batches_on_host(other):
-            assert len(list(other)) == 2
-        assert not hasattr(other, "device")
 
 
 class Drawing(IterableDataset):
