@@ -15,7 +15,7 @@ from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqArguments
-from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
+from hf_flexseq.hf.model.router import PROBABILITIES, router_facts
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case
@@ -247,12 +247,3 @@ def test_another_function_is_refused(tmp_path, monkeypatch):
 def test_a_pipeline_is_refused(tmp_path):
     with refused("output_router_logits=True with pipeline_parallel_size"):
         trainer_of(Trainer, tmp_path, flexseq={"pipeline_parallel_size": 2}, model=mixture())
-
-
-def test_nothing_is_left_on_the_model():
-    model = mixture()
-    own = (len(model._forward_pre_hooks), len(model.model._forward_hooks))
-    RouterLoss(model, model).detach()
-    for hook in RouterSums(model).hooks:
-        hook.remove()
-    assert (len(model._forward_pre_hooks), len(model.model._forward_hooks)) == own

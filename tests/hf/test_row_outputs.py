@@ -1,17 +1,12 @@
 """TRL's SFTTrainer on rows that begin alike: weights and figures of the plain one."""
 
-from types import SimpleNamespace
-
 import datasets
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
-from trl.trainer.utils import FusedCausalLMOutput
 
-from hf_flexseq.steps.row_outputs import outputs_of_rows
 from tests.differential.case import sft_trainer
 from tests.hf.objectives import FLOAT32_BOUND, Case, assert_alike, causal_model, save_inputs
 from tests.hf.test_router import mixture
@@ -24,13 +19,6 @@ STEP = 12  # rows
 OPTIONS = {"max_tokens_per_rank": 120, "lookahead": 0}
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
 CASES = {"nll": {}, "dft": {"loss_type": "dft"}, "LoRA": {"peft_config": LORA}}
-
-
-class ReadsLoss(SFTTrainer):
-    """A user's trainer, whose figures may be of any tokens."""
-
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
 
 
 def rows(count):
@@ -115,46 +103,3 @@ def test_the_router_loss_of_the_sft_trainer_is_that_of_the_rows(tmp_path, world_
     for ours in by_rank:
         assert spared(ours) > 50
         assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
-
-
-@pytest.mark.slow
-def test_rows_share_tokens_under_a_loss_of_the_users(tmp_path):
-    stock, ours = (run(tmp_path, how, cls=ReadsLoss, evaluates=False) for how in (None, "auto"))
-    assert spared(ours) > 50
-    assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
-
-
-# ---- the outputs
-
-
-class Head(torch.nn.Module):
-    def __init__(self, outputs):
-        super().__init__()
-        self.outputs = outputs
-
-    def forward(self, **given):
-        return self.outputs
-
-
-def test_a_value_stands_once_for_every_row_that_has_a_label():
-    values = torch.tensor([[0.0, -1.0, -2.0, -3.0]], requires_grad=True)
-    mask = torch.tensor([[False, True, True, True]])
-    outputs = FusedCausalLMOutput(
-        loss=-values.sum(), log_probs=values, label_mask=mask, aux_loss=torch.tensor(7.0)
-    )
-    head = Head(outputs)
-    counts = SimpleNamespace(target_counts=torch.tensor([0, 3, 1, 2]))
-    with outputs_of_rows(head):
-        found = head(labels=mask, seq_ctx=counts)
-        assert head(labels=mask, seq_ctx=SimpleNamespace(target_counts=None)) is outputs
-        assert head(labels=mask) is outputs
-        head.outputs = CausalLMOutput(loss=values.sum())
-        with pytest.raises(NotImplementedError, match="set shared_prefixes='off'"):
-            head(labels=mask, seq_ctx=counts)
-    assert found.log_probs.tolist() == [[-1, -1, -1, -2, -3, -3]]
-    assert found.label_mask.tolist() == [[True] * 6]
-    assert found.aux_loss == 7
-    assert found.loss is None
-    found.log_probs.sum().backward()
-    assert values.grad.tolist() == [[0, 3, 1, 2]]
-    assert head(labels=mask, seq_ctx=counts) is head.outputs

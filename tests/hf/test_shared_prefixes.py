@@ -12,7 +12,6 @@ from torch import nn
 from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
-from hf_flexseq.hf.losses.generations import grouped
 from hf_flexseq.hf.model.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
 from tests.budget import others_nightly
@@ -231,30 +230,6 @@ def test_a_student_learns_what_trl_s_does_of_samples_that_are_equal(tmp_path):
 
 
 # ---- groups of generated samples
-
-
-def test_samples_of_a_prompt_are_put_side_by_side():
-    prompts = torch.tensor([[0, 5], [6, 7], [0, 5], [5, 5], [6, 7], [5, 5]])
-    mask = (prompts != 0).long()
-    names = list("abcdef")
-    values = torch.arange(6.0)
-    slices = [
-        {
-            "prompt_ids": prompts[at : at + 2],
-            "prompt_mask": mask[at : at + 2],
-            "names": names[at : at + 2],
-            "advantages": values[at : at + 2],
-            "num_items_in_batch": torch.tensor(9),
-            "ref": None,
-        }
-        for at in (0, 2, 4)
-    ]
-    found = grouped(slices)
-    assert [own["names"] for own in found] == [["a", "c"], ["b", "e"], ["d", "f"]]
-    assert torch.cat([own["advantages"] for own in found]).tolist() == [0, 2, 1, 4, 3, 5]
-    assert [own["prompt_ids"].tolist() for own in found][1] == [[6, 7]] * 2
-    assert all(own["num_items_in_batch"] == 9 and own["ref"] is None for own in found)
-    assert slices[0]["names"] == ["a", "b"]
 
 
 def spared_by_grpo(rank, world_size, folder, shared):
