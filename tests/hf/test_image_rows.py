@@ -5,7 +5,7 @@ import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
+from hf_flexseq.steps.calls import ModelCall, joined
 from hf_flexseq.steps.collator import IMAGES, LENGTHS
 from hf_flexseq.steps.image_rows import images_of_rows, parts_of_rows
 from hf_flexseq.steps.images import IMAGE_ROWS, NO_ROW, image_columns
@@ -64,23 +64,6 @@ def test_tiles_of_one_size_go_to_their_rows():
     assert rows[2]["pixel_values"].flatten().tolist() == [2, 3, 4]
 
 
-def test_images_of_one_row_need_not_be_divided():
-    sizes = {"pixel_values": torch.ones(2, 3, 8, 8), "image_sizes": torch.tensor([[8, 8], [4, 8]])}
-    rows = parts_of_rows(sizes, [0, 6])
-    assert rows[0] == {}
-    assert rows[1].keys() == sizes.keys()
-
-
-def test_images_of_other_sizes_go_to_their_rows_if_each_has_one():
-    sizes = torch.tensor([[8, 8], [4, 8]])
-    tensors = {"pixel_values": torch.arange(2).view(2, 1, 1, 1), "image_sizes": sizes}
-    first, without, last = parts_of_rows(tensors, [4, 0, 3])
-    assert without == {}
-    for index, row in enumerate((first, last)):
-        assert row["pixel_values"].flatten().tolist() == [index]
-        assert row["image_sizes"].tolist() == sizes[index : index + 1].tolist()
-
-
 @pytest.mark.parametrize(
     ("tensors", "tokens"),
     [
@@ -132,14 +115,6 @@ def test_a_call_carries_images_and_types_into_the_row():
     assert [len(own.get("pixel_values", ())) for own in row[IMAGES]] == [4, 8, 0, 0]
 
 
-def test_calls_with_other_images_or_types_are_others():
-    call = call_with()
-    assert call.same_as(call_with())
-    assert not call.same_as(ModelCall(call.ids, call.mask, None))
-    assert not call.same_as(call_with(pixel_values=torch.ones(12, 1)))
-    assert not call.same_as(call_with(mm_token_type_ids=torch.zeros_like(IDS)))
-
-
 def test_types_that_are_padded_on_another_side_are_refused():
     types = torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0]])
     with refused("not 1 at all of its tokens 9, .* padding_side='left'", ValueError):
@@ -149,11 +124,6 @@ def test_types_that_are_padded_on_another_side_are_refused():
 def test_tensors_that_are_not_of_one_image_each_are_refused_by_name():
     with refused("a batch has video_times, .* leave them out", ValueError):
         divided(call_with(video_times=torch.ones(2)))
-
-
-def test_images_of_a_model_that_takes_none_reach_the_check_of_its_rows():
-    row = joined([call_with()], in_first_row)
-    assert [sorted(own) for own in row[IMAGES]] == [["image_grid_thw", "pixel_values"], []]
 
 
 # ---- placeholders that are text

@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 from torch import nn
-from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model import tower_trial
@@ -54,34 +53,6 @@ def test_the_trial_tells_which_models_encode_frames_independently(name):
     assert passes(tiny_vision_model(name), name) == (name not in DEPENDENT)
 
 
-def test_frames_that_attend_to_each_other_fail_the_trial(monkeypatch):
-    own = modeling_qwen3_vl.get_vision_attention_seqlens
-
-    def of_whole_videos(grid, *args, **kwargs):
-        joined = torch.stack([torch.ones_like(grid[:, 0]), grid[:, 0] * grid[:, 1], grid[:, 2]])
-        return own(joined.T, *args, **kwargs)
-
-    monkeypatch.setattr(modeling_qwen3_vl, "get_vision_attention_seqlens", of_whole_videos)
-    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
-
-
-def test_frames_that_know_their_number_fail_the_trial(monkeypatch):
-    own = modeling_qwen3_vl.Qwen3VLVisionModel.forward
-
-    def with_numbers(self, pixels, grid_thw, **kwargs):
-        frames, *sides = grid_thw[0].tolist()
-        numbers = torch.arange(frames).repeat_interleave(sides[0] * sides[1])
-        return own(self, pixels + numbers.unsqueeze(1), grid_thw, **kwargs)
-
-    monkeypatch.setattr(modeling_qwen3_vl.Qwen3VLVisionModel, "forward", with_numbers)
-    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
-
-
-def test_a_trial_that_fails_in_any_way_leaves_videos_whole(monkeypatch):
-    monkeypatch.setattr(tower_trial, "_merged", lambda base: 1 // 0)
-    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
-
-
 def test_modules_of_the_user_s_own_are_not_tried():
     class OverFrames(nn.Module):
         """May do anything."""
@@ -126,24 +97,9 @@ def test_a_video_is_read_as_its_frames_and_an_image_as_it_is(name, monkeypatch):
     assert torch.equal(pixels, example["pixel_values_videos"])
 
 
-def test_short_videos_are_not_tried(monkeypatch):
-    monkeypatch.setattr(tower_trial, "has_independent_frames", None)
-    found, _ = read_videos("qwen3_vl", part_patches=512, monkeypatch=monkeypatch)
-    assert len(found) == 2
-
-
 def test_videos_of_models_that_fail_the_trial_stay_whole(monkeypatch):
     monkeypatch.setattr(tower_trial, "has_independent_frames", lambda *given: False)
     found, _ = read_videos("qwen3_vl", part_patches=1, monkeypatch=monkeypatch)
-    assert len(found) == 2
-
-
-def test_videos_with_values_that_are_no_whole_numbers_stay_whole(monkeypatch):
-    monkeypatch.setattr(tower_trial, "has_independent_frames", None)
-    seconds = {"video_merge_sizes": torch.tensor([2.0])}
-    found, _ = read_videos(
-        "video_llama_3", part_patches=1, monkeypatch=monkeypatch, change=seconds
-    )
     assert len(found) == 2
 
 

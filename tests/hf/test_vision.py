@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText
 
 from hf_flexseq.hf.model.small import small_config
-from hf_flexseq.hf.model.towers import towers_draw_noise
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly
@@ -123,15 +122,6 @@ def empty_vision_model(name, **changes):
     return empty_model(tiny_config(name, **changes))
 
 
-def test_features_are_made_as_the_forward_would_make_them():
-    aria = empty_vision_model("aria", vision_feature_layer=-2)
-    assert VisionModel(aria)._modalities["image"].options == {"vision_feature_layer": -2}
-    chameleon = empty_vision_model("chameleon")
-    for parameter in chameleon.model.vqmodel.parameters():
-        parameter.requires_grad_(False)
-    assert VisionModel(chameleon).is_trained  # its features are rows of the text's embedding
-
-
 def test_forwards_that_read_more_than_rows_are_refused():
     options = {"image_token_id": IMAGE, "visual_indicator_token_ids": OTHERS[:5]}
     kind = image_families()["ovis2"].kind
@@ -160,26 +150,6 @@ def test_towers_that_normalize_over_images_are_refused():
     emu = empty_model(small_config(image_families()["emu3"].kind, GIVEN["emu3"]))
     with pytest.raises(UnsupportedImages, match="batch norm"):
         VisionModel(emu)
-
-
-def test_noise_of_the_text_alone_leaves_features_the_same():
-    models = []
-    for part in (None, "text_config", "vision_config"):
-        config = tiny_config("llava")
-        if part is not None:
-            getattr(config, part).attention_dropout = 0.1
-        models.append(empty_model(config))
-    assert [towers_draw_noise(model) for model in models] == [False, False, True]
-    of_layers = LoraConfig(lora_dropout=0.1, target_modules=r".*language_model.*q_proj")
-    assert not towers_draw_noise(get_peft_model(models[0], of_layers).get_base_model())
-    of_layers = LoraConfig(lora_dropout=0.1, target_modules=r".*vision_tower.*q_proj")
-    assert towers_draw_noise(get_peft_model(models[1], of_layers).get_base_model())
-
-
-@pytest.mark.parametrize("name", ["video_llava", "qwen3_vl", "llava_onevision", "llava"])
-def test_models_with_a_tower_for_each_modality_are_known(name):
-    model = VisionModel(empty_vision_model(name))
-    assert model.has_separate_towers == (name == "video_llava")
 
 
 def test_switched_adapters_of_a_tower_are_noticed():

@@ -4,7 +4,6 @@ run twice. Ranks of different devices place images alike."""
 import gc
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,27 +11,21 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.cost.tower import TowerCost, TowerShape
-from hf_flexseq.hf.engine.cost_source import CostSource
-from hf_flexseq.hf.engine.whole_model import ModelImages
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.source_row import source_row
-from tests.costs import simple_cost
 from tests.hf.random_steps import own_batches
 from tests.hf.test_reach import keep_float64
 from tests.hf.tiny import RandomPlanEngine, relative_errors
 from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
 from tests.hf.vision_runs import (
     COUNTS,
-    frozen,
     is_of_tower,
     sharded,
     vision_reference,
     worst_errors,
 )
 from tests.no_graph import without_graphs
-from tests.ranks import join, run_ranks, run_threads
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -111,43 +104,6 @@ def test_a_tower_runs_forward_once_for_both_passes_of_a_router_loss(keeps_graph)
     assert run_ranks(tower_runs_with_router_loss, 2, keeps_graph, seconds=100) == [runs, runs]
 
 
-def runs_of_a_forward_only_step(rank, world_size):
-    """How often a frozen tower runs where figures of given rows are computed."""
-    model = frozen(tiny_vision_model("qwen3_vl"), "tower")
-    engine = RandomPlanEngine(Accelerator(cpu=True), seed=3)
-    engine.attach(model)
-    rows = own_batches(vision_examples("qwen3_vl", STEPS[0]), rank, world_size)[:1]
-    step = engine.step_of(iter(rows), number=0, forward_only=True)
-
-    def figures(inputs):
-        return {"logits": model(**inputs).loss.expand(inputs["input_ids"].shape[1])}
-
-    figures_of(step, figures)
-    engine.detach()
-    return step.images.runs
-
-
-def test_a_frozen_tower_runs_once_in_a_step_without_gradients():
-    assert run_ranks(runs_of_a_forward_only_step, 2, seconds=100) == [1, 1]
-
-
-def tower_of_rank(rank, world_size, has_tower):
-    """What a rank takes for the tower's cost whose device is slower than that of the rank before
-    it, where the cost model of the run is one of text."""
-    shape = TowerShape(layers=2, hidden=8, intermediate=16, patches_per_token=4, row_numbers=8)
-    own = TowerCost.of(shape, flops=1e12 / (1 + rank), dtype_bytes=2, checkpointing=False)
-    subject = SimpleNamespace(estimate=SimpleNamespace(tower=own if has_tower else None))
-    source = CostSource(asked="a preset", named=None, communicator=join())
-    return source.find_tower(subject, simple_cost())
-
-
-def test_ranks_of_different_devices_take_the_same_tower_costs():
-    first, *others = run_threads(tower_of_rank, 3, True)
-    assert first is not None
-    assert others == [first, first]
-    assert run_threads(tower_of_rank, 2, False) == [None, None]
-
-
 def test_positions_have_the_model_s_dtype_on_a_rank_without_images_too():
     """Qwen3-Omni counts positions in float32."""
     images = [2, 0, 0, 0, 1, 0, 0, 0, 0, 0]  # of rank 0 alone
@@ -202,22 +158,3 @@ def whole_parameters_kept(rank, world_size):
 
 def test_the_tower_is_not_kept_whole_beside_its_shards():
     assert run_ranks(whole_parameters_kept, 2) == [[], []]
-
-
-@pytest.mark.parametrize("reason", ["is_trained", "draws_noise", "_is_sharded", None])
-def test_only_a_frozen_tower_that_no_other_rank_has_a_part_of_is_run_ahead(reason):
-    """The gathers of a sharded one would be launched beside the step's."""
-    ran = []
-    images = SimpleNamespace(encode_ahead=lambda tower, encoder, timing: ran.append(tower))
-    clock = SimpleNamespace(timing=lambda index: nullcontext())
-    step = SimpleNamespace(images=images, indices=[0], stopwatch=clock)
-    tower = SimpleNamespace(is_trained=reason == "is_trained", draws_noise=reason == "draws_noise")
-    accelerator = SimpleNamespace(device=torch.device("cpu"), autocast=nullcontext)
-    model = SimpleNamespace(
-        vision=tower,
-        _is_sharded=reason == "_is_sharded",
-        _early_encoder=None,
-        _setup=SimpleNamespace(accelerator=accelerator),
-    )
-    ModelImages.encode_ahead(model, step)
-    assert ran == ([] if reason else [tower])
