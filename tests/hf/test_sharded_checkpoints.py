@@ -33,7 +33,7 @@ from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.trainer import checkpoint_forms, saving
+from hf_flexseq.hf.trainer import saving
 from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from tests.hf import experts
 from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
@@ -313,16 +313,6 @@ def test_a_layout_goes_on_from_itself_and_from_others(models, four, tmp_path, ra
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_killed_in_any_phase_of_saving_it_goes_on(models, four, two, tmp_path):
-    shutil.copytree(four[0] / FIRST, tmp_path / FIRST)
-    for phase in KILLS:
-        assert_killed(2, models, tmp_path, EP2, phase, True)
-    again = run_ranks(trained, 2, models, tmp_path, "experts", EP2, True)
-    assert_same_bits(two[0], again)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
 def test_adapters_on_a_sharded_model_go_on(models, tmp_path):
     first = {ranks: str(tmp_path / str(ranks) / FIRST) for ranks in (1, 2)}
     # AdamW makes much of the rounding of a gradient that is smaller than its epsilon
@@ -339,29 +329,6 @@ def test_adapters_on_a_sharded_model_go_on(models, tmp_path):
     before = adapted(loaded(models / "experts", "experts", None), 0)
     for other in (alone, of_two, of_one[0], by_four[0]):
         assert error_of(before, whole_run[0], other) < 1e-6
-
-
-def best(rank, ranks, models, folder):
-    """Trained with a rate at which it gets worse. The losses of evaluations, and after the best
-    model is loaded, and its checkpoint."""
-    options = {"learning_rate": 10.0, "load_best_model_at_end": True, "max_steps": 3}
-    for what in ("eval", "save"):
-        options |= {f"{what}_strategy": "steps", f"{what}_steps": 1}
-    model = loaded(models / "experts", "experts", EP2)
-    data = documents([5, 9, 13, 8])
-    trainer = trainer_of(model, folder, ranks, eval_dataset=data, **options)
-    trainer.train()
-    losses = logged(trainer.state.log_history, "eval_loss")
-    return losses, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_the_best_model_is_loaded_at_the_end(models, tmp_path):
-    for losses, again, checkpoint in run_ranks(best, 2, models, tmp_path):
-        assert min(losses) < max(losses)
-        assert again == pytest.approx(min(losses), rel=1e-6)
-        assert checkpoint.endswith(f"checkpoint-{1 + losses.index(min(losses))}")
 
 
 # ---- the constructor
@@ -563,10 +530,3 @@ def test_no_checkpoint_goes_on_with_a_part_of_its_state(two):
         for line, said in zip(lines, CHANGES.values(), strict=True):
             assert re.search(said, line), line
             assert "\n" not in line
-
-
-def test_weights_that_are_resumed_lie_on_the_rank_s_own_gpu(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    of_gpus = SimpleNamespace(get_mesh=lambda name: SimpleNamespace(device_type="cuda"))
-    place = checkpoint_forms._same_meshes(SimpleNamespace(_mesh_manager=of_gpus))
-    assert place(object, "config") == ("config", torch.device("cuda", 3), of_gpus)
