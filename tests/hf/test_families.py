@@ -9,15 +9,13 @@ allowed."""
 from functools import partial
 
 import pytest
-import torch
 from transformers import Trainer
 from trl import SFTTrainer
 
-from hf_flexseq.hf.model.recurrent import mixers
 from tests import budget
 from tests.differential.case import sft_trainer
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.test_reach import make_model
 from tests.hf.test_trainer import logged, make_trainer, plain_run, update_error
 from tests.hf.tiny import noting_figures, weights
 from tests.hf.trainers import trained
@@ -105,10 +103,6 @@ def test_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
 
 TRAINED = ("Gemma2", "Gemma3", "Gemma4", "GptOss", "Mistral with a window", "Olmo3", "Cohere2")
 TRAINED += ("Exaone4", "Llama4", "DeepseekV3")
-# Their experts are modules that DeepSpeed follows: under ZeRO-3 ranks whose tokens choose others
-# would wait for each other.
-NOT_ZERO3 = ("Qwen3Next", "Qwen3_5Moe", "KimiLinear", "NemotronH", "GraniteMoeHybrid")
-NOT_ZERO3 += ("BailingHybrid", "Lfm2Moe")
 
 
 @pytest.fixture
@@ -128,43 +122,3 @@ def bound_of(way):
 @pytest.mark.parametrize("family", TRAINED)
 def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, ten_steps, way, family):
     assert max(errors_of_family(tmp_path, way, family)) < bound_of(way)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("way", "family"),
-    [(way, one) for one in HYBRIDS for way in WAYS if way != "zero3" or one not in NOT_ZERO3],
-)
-def test_ten_steps_of_a_hybrid_are_as_near_as_its_scans_are(tmp_path, ten_steps, way, family):
-    plain = plain_family(tmp_path, way, family)
-    with pytest.MonkeyPatch.context() as patch:
-        for mixer in mixers(model_of(way, family)):
-            for scope, name in mixer.functions:
-                patch.setitem(scope, name, in_float64(scope[name]))
-        _, in_wide_scans, _ = plain_family(tmp_path, way, family)
-    before, wanted, _ = plain
-    of_scans = update_error(before, wanted, in_wide_scans)
-    error = max(errors_of_family(tmp_path, way, family, plain))
-    assert error < max(bound_of(way), 3 * of_scans)
-
-
-def in_float64(function):
-    """`function` without its casts to float32, on inputs in float64; results have the dtype of the
-    first input."""
-
-    def wide(value):
-        is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.double() if is_tensor else value
-
-    def call(first, *args, **kwargs):
-        named = {name: wide(value) for name, value in kwargs.items()}
-        with pytest.MonkeyPatch.context() as patch:
-            keep_float64(patch)
-            out = function(wide(first), *map(wide, args), **named)
-        if isinstance(out, tuple):
-            return out[0].to(first.dtype), *out[1:]
-        return out if out is None else out.to(first.dtype)
-
-    return call

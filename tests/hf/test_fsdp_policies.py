@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import PLAIN, FsdpFigures, FsdpPolicy
-from hf_flexseq.hf.engine.sharding import FsdpPolicies, parameter_groups
+from hf_flexseq.hf.engine.sharding import parameter_groups
 from hf_flexseq.hf.model.facts import gathered_itemsize, trained_elements
 from hf_flexseq.hf.model.sharding import is_fsdp2, replicas
 from tests.hf.random_steps import errors, own_batches, sharded, whole_gradients
@@ -223,20 +223,3 @@ def test_replicas_bytes_and_memory_are_read_from_the_model_and_the_device(tmp_pa
     for *_, cost, figures in by_case[-1]:
         assert cost.budget_bytes == 1e18
         assert figures.free_bytes < 1e15, "memory counts as far as the device has it"
-
-
-def test_the_units_of_a_model_are_looked_for_once_and_forgotten_with_it(monkeypatch):
-    looked_at = []
-    modules = torch.nn.Module.modules
-    monkeypatch.setattr(
-        torch.nn.Linear, "modules", lambda model: looked_at.append(model) or modules(model)
-    )
-    stepped = FsdpPolicies(None, None, None, over_replicas=False)
-    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    for model in (first, first, second):
-        with stepped.of_step(None, model) as before_last, before_last():
-            pass
-    stepped.forget_model()
-    with stepped.of_step(None, second):
-        pass
-    assert looked_at == [first, second, second]

@@ -8,14 +8,12 @@ ORDER_PLANS=1000 runs so many plans of each kind.
 """
 
 import functools
-import itertools
 import os
 import random
 import re
 from collections import Counter
 
 import pytest
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -253,29 +251,6 @@ def test_plans_end_with_experts_over_ranks(experts_in_float64, launches, checkpo
     check_gradients(by_rank, with_experts)
 
 
-def groups_of(rank, world_size, config):
-    """The ranks of every group of several ranks that this one is in, in the order of making."""
-    initialize_distributed_mesh(DistributedConfig(**config))
-    record = dist.distributed_c10d._world
-    groups = [tuple(sorted(record.pg_group_ranks[group])) for group in record.pg_map]
-    return [ranks for ranks in groups if len(ranks) > 1]
-
-
-def test_experts_add_two_groups():
-    everyone = tuple(range(16))
-    of_node = tuple(range(8))
-    for config, wanted in [
-        ({"fsdp_size": 16}, [everyone]),
-        ({"fsdp_size": 16, "ep_size": 8}, [everyone, (3, 11), of_node]),
-        ({"fsdp_size": 16, "ep_size": 16}, [everyone]),
-        (
-            {"fsdp_size": 8, "dp_replicate_size": 2, "ep_size": 4},
-            [everyone, (3, 11), of_node, (3, 11), (3, 7), (0, 1, 2, 3)],
-        ),
-    ]:
-        assert run_threads_with_groups(groups_of, 16, config)[3] == wanted
-
-
 # ---- what is launched
 
 
@@ -378,14 +353,6 @@ def test_ranks_launch_attention_then_experts_in_one_order():
             check_order(plan, of_plan, layers, checkpointing)
 
 
-def test_some_of_these_ranks_have_no_work():
-    idle = 0
-    for plan in itertools.chain(*plans_of_launches()):
-        for micro_batch in plan.micro_batches:
-            idle += sum(not micro_batch.groups_of(rank) for rank in range(4))
-    assert idle > 2
-
-
 # ---- planted faults
 
 
@@ -402,14 +369,6 @@ def test_ddps_own_reduction_hangs_where_one_transfer_runs_at_a_time():
     hangs = "no rank can go on: rank 0 is in allreduce .*behind it stands"
     with pytest.raises(RuntimeError, match=hangs):
         run_threads_with_groups(reduced_by_ddp, 3, *APART, launches=ONE_QUEUE, seed=1)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_ddps_own_reduction_ends_where_posts_are_independent(seed):
-    by_rank = run_threads_with_groups(
-        reduced_by_ddp, 3, *APART, launches=Launches.BY_TAG, seed=seed
-    )
-    check_gradients(by_rank)
 
 
 def reduced_by_us(rank, world_size, early):

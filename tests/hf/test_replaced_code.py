@@ -22,7 +22,6 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from hf_flexseq import FlexSeqEngine
-from hf_flexseq.steps.users_code import is_known, users_modules
 from tests.budget import others_nightly
 from tests.hf.objectives import Case, make_trainer, save_inputs
 from tests.hf.test_overrides import make
@@ -399,13 +398,3 @@ def test_a_layer_that_was_copied_has_a_configuration_of_its_own(make_model):
     (loss,) = [step.backward(model) for step in engine.steps(batches(1))]
     engine.detach()
     assert float(loss) == pytest.approx(wanted, rel=1e-6)
-
-
-# ---- whose code it is
-
-
-def test_a_decorator_of_the_users_is_the_users_code(monkeypatch):
-    assert not is_known(disguised_attention)
-    assert is_known(torch.no_grad()(_attention))
-    monkeypatch.setattr(LlamaMLP, "forward", functools.wraps(_mlp)(mixing_mlp))
-    assert list(users_modules(tiny_llama())) == ["LlamaMLP.forward"]
