@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
-from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.transport import LostRank
 from tests.hf.test_nonfinite import make_trainer
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama
@@ -154,20 +153,3 @@ def test_the_other_names_the_rank_that_is_lost_in_a_forward(tmp_path, kind, dies
     message, _ = run_ranks(lost_in_a_forward, 2, kind, tmp_path, dies, **options)
     assert message.startswith("rank 0")
     assert f"rank {LOST}" in message
-
-
-def errors_of_others(rank, world_size):
-    """What becomes of errors that are raised where ranks would be named."""
-    cpu_group = connect(torch.device("cpu"), timeout=None).cpu_group
-    cpu_group.phase = "step 7"
-    said = []
-    for message in ("out of memory", "[/gloo/pair.cc:1] Connection closed by peer"):
-        with pytest.raises(RuntimeError) as raised, cpu_group.naming_lost():
-            raise RuntimeError(message)
-        said.append((type(raised.value) is RuntimeError, str(raised.value) == message))
-    return said
-
-
-def test_errors_without_a_lost_rank_stay_what_they_are():
-    unchanged = (True, True)
-    assert run_ranks(errors_of_others, 2) == [[unchanged, unchanged]] * 2

@@ -17,7 +17,6 @@ from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import run, stock_run
-from tests.hf import objectives
 from tests.hf.random_steps import own_batches, random_steps, sharded
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_trainer import dataset, float64_loss
@@ -96,18 +95,6 @@ def test_a_rank_may_have_drawn_nothing():
     nothing = SourceRow(columns={"input_ids": torch.empty(0, dtype=torch.int64)}, lengths=())
     row = NoiseColumns(ALPHA, SEED).of(nothing, 0)
     assert len(TokenWords(row.columns).joined) == 0, "they travel with those of other ranks"
-
-
-def test_noise_is_uniform():
-    row = NoiseColumns(1.0, SEED).of(row_of([7] * 500), 0)
-    noise = TokenNoise(row.columns[KEYS], row.columns[SIZES])
-    unit = noise.added_to(torch.zeros(1, 500, 200))[0] * (500 * 200) ** 0.5
-    assert unit.min() < -0.9999
-    assert unit.max() > 0.9999
-    assert float(unit.mean()) == pytest.approx(0, abs=0.01)
-    assert float((unit**2).mean()) == pytest.approx(1 / 3, abs=0.01)
-    assert abs(float((unit[1:] * unit[:-1]).mean())) < 0.01
-    assert abs(float((unit[:, 1:] * unit[:, :-1]).mean())) < 0.01
 
 
 # ---- trainers
@@ -189,20 +176,3 @@ def test_sharded_models_and_adapters_on_embeddings_have_the_same_noise(tmp_path)
     found = [by_rank[0] for by_rank in run_cases(gradients, 2, kinds)]
     for first, second, quiet in (found[:3], found[3:]):
         assert distance(first, second) < 1e-10 * distance(first, quiet)
-
-
-def pairs_run(rank, world_size, folder, alpha, cap):
-    case = objectives.Case(kind="dpo", steps=2, settings={"neftune_noise_alpha": alpha})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(objectives.OPTIONS, "max_tokens_per_rank", cap)
-        return objectives.run_case(case, True, folder)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_pairs_have_the_same_noise_in_all_passes_of_any_plan(tmp_path):
-    objectives.save_inputs(tmp_path)
-    cases = [(tmp_path, ALPHA, 30), (tmp_path, ALPHA, 300), (tmp_path, None, 300)]
-    split, whole, quiet = (by_rank[0] for by_rank in run_cases(pairs_run, 2, cases))
-    assert weights_apart(whole, split) < 1e-6
-    assert weights_apart(whole, quiet) > 1e-3

@@ -5,19 +5,12 @@
 PEFT imports bitsandbytes wherever it is installed, which takes seconds in every process.
 """
 
-import weakref
-from types import SimpleNamespace
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer
 
-from hf_flexseq.hf.engine import layer_trial
-from hf_flexseq.hf.model.facts import elements, is_mostly_frozen, model_shape, stored_bytes
-from hf_flexseq.hf.model.quantized_layers import is_quantized
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import tiny_llama, with_torch_norms
@@ -117,52 +110,6 @@ def test_zero_shards_layers_of_4_bits(tmp_path):
             assert weights_apart(stock, ours) < 1e-5
 
 
-# ---- sizes
-
-
-def test_packed_weights_count_as_what_they_stand_for():
-    packed = nn.Parameter(torch.zeros(2048, 1, dtype=torch.uint8), requires_grad=False)
-    factors = SimpleNamespace(absmax=torch.zeros(1), state2=None)
-    packed.quant_state = SimpleNamespace(
-        shape=(64, 64), absmax=torch.zeros(64, dtype=torch.uint8), state2=factors
-    )
-    assert elements(packed) == 4096
-    assert stored_bytes(packed) == 2048 + 64 + 4
-
-
-@needs_bitsandbytes
-@pytest.mark.parametrize("bits", BITS)
-def test_a_quantized_model_has_the_sizes_of_its_weights_and_fewer_bytes(bits, tmp_path):
-    save_model(tmp_path)
-    plain, packed = (with_adapters(load(tmp_path, one)).get_base_model() for one in (32, bits))
-    wanted, found = model_shape(plain), model_shape(packed)
-    assert (found.params, found.frozen_params) == (wanted.params, wanted.frozen_params)
-    assert found.dtype_bytes == 4
-    assert is_mostly_frozen(packed)
-    # seven matrices of each of two layers are quantized; embedding, head and norms are not
-    quantized_params = sum(
-        module.in_features * module.out_features
-        for module in packed.modules()
-        if is_quantized(module)
-    )
-    assert quantized_params == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
-    left = wanted.frozen_bytes - 4 * quantized_params
-    assert found.frozen_bytes - left == pytest.approx(quantized_params * bits / 8, rel=0.05)
-
-
-@needs_bitsandbytes
-def test_what_layers_keep_is_counted_with_their_adapters(tmp_path):
-    save_model(tmp_path)
-    counted = {}
-    for bits in (32, *BITS):
-        model = with_adapters(load(tmp_path, bits)).get_base_model()
-        found = layer_trial.count_bytes(model, dtype=torch.float32)
-        (counted[bits],) = found.kinds
-    assert counted[4] == counted[32]
-    assert counted[8].kept_bytes == counted[32].kept_bytes
-    assert counted[8].output_bytes > 3 * counted[32].output_bytes  # in spite of checkpointing
-
-
 # ---- layers of 8 bits
 
 
@@ -195,19 +142,3 @@ def test_the_log_says_that_outliers_count_for_all_tokens(threshold, tmp_path, ca
     model.config.quantization_config = BitsAndBytesConfig(**options)
     trainer_of(Trainer, tmp_path, model=model, flexseq={})
     assert ("llm_int8_threshold=6.0: layers of 8 bits" in caplog.text) == (threshold > 0)
-
-
-@needs_bitsandbytes
-@pytest.mark.parametrize("kind, keeps", [("Linear4bit", False), ("Linear8bitLt", True)])
-def test_layers_of_8_bits_keep_their_input_in_spite_of_checkpointing(kind, keeps):
-    layer = layer_of(kind, **({"has_fp16_weights": False} if keeps else {})).train()
-    inputs = []
-
-    def region(hidden):
-        hidden = hidden * 2
-        inputs.append(weakref.ref(hidden))
-        return layer(hidden)
-
-    result = checkpoint(region, torch.randn(8, 256, requires_grad=True), use_reentrant=False)
-    assert result.requires_grad
-    assert (inputs[0]() is not None) == keeps

@@ -103,21 +103,6 @@ def test_trl_is_named_for_its_own_trainers_alone(older, caplog, tmp_path, is_of_
     assert ("trl 1.99.0 (tested: 1.9.0 to" in caplog.text) == is_of_trl
 
 
-def test_tested_versions_are_not_named(older, caplog):
-    older(transformers="5.16.1", trl="1.9.0", accelerate="1.13.0", peft="0.20.0")
-    versions.warn_untested.cache_clear()
-    versions.warn_untested()
-    assert not caplog.records
-
-
-def test_versions_are_compared_by_numbers(older):
-    older(trl="1.9.2")
-    assert versions.is_older("trl", "1.15")
-    assert not versions.is_older("trl", "1.9")
-    older(trl="2.0.0.dev0")
-    assert not versions.is_older("trl", "1.15")
-
-
 # ---- what older versions lack
 
 
