@@ -2,12 +2,11 @@
 
 import copy
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftType, XLoraConfig, get_peft_model
+from peft import LoraConfig, PeftType, get_peft_model
 from peft import mapping as of_peft
 from peft.tuners.lora import LoraLayer, LoraModel
 from transformers import Trainer
@@ -77,14 +76,6 @@ def test_methods_that_look_beyond_a_token_are_refused_by_name(name, tmp_path):
     model.peft_config = {"default": config_of(name)}
     with refused(f"hf_flexseq does not support {INEXACT[name]}"):
         trainer_of(Trainer, tmp_path, model=model, flexseq={})
-
-
-def test_methods_and_options_of_tokens_are_not_refused():
-    for name in {*TRAINED, *NOISY} - PROMPTS:
-        model = SimpleNamespace(peft_config={"default": config_of(name)})
-        assert unsuitable_adapter(model) is None, name
-    of_x_lora = SimpleNamespace(peft_config={"default": XLoraConfig(hidden_size=8, adapters={})})
-    assert "XLORA of PEFT (it runs the model twice" in unsuitable_adapter(of_x_lora)
 
 
 # ---- the trial

@@ -10,7 +10,6 @@ from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.layer_kinds import (
     UnknownLayers,
     _keys_of,
-    attention_layers,
     layer_kinds,
     layer_reach,
     reach_counts,
@@ -44,22 +43,6 @@ def test_windows_chunks_and_full_layers(name, options, reaches):
     assert reach_counts(layer_kinds(config)) == reaches
     if len(reaches) == 1:
         assert layer_reach(config, None) in reaches
-
-
-def test_layers_that_are_no_attention_are_named():
-    config = transformers.JambaConfig(num_hidden_layers=4)
-    with pytest.raises(UnknownLayers, match="layers of the kinds linear_attention"):
-        layer_kinds(config)
-    with pytest.raises(UnknownLayers, match="has no num_attention_heads"):
-        layer_kinds(transformers.RwkvConfig())
-
-
-def test_attention_of_a_hybrid_keeps_the_numbers_of_its_layers():
-    config = transformers.Qwen3NextConfig(num_hidden_layers=8)
-    kinds = attention_layers(config)
-    assert list(kinds) == [3, 7]
-    assert [kind.keys_of for kind in layer_kinds(config)] == [3, 7]
-    assert layer_reach(config, None) == FULL
 
 
 def test_a_layer_without_a_number_among_layers_of_several_kinds():

@@ -8,19 +8,18 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, interleave_datasets
 from torch.utils.data import DataLoader, Subset
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 from trl import SFTTrainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
+from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.config import LOOKAHEAD
 from hf_flexseq.hf.engine.lookahead import own_code_of_data
 from tests.budget import others_slow
 from tests.differential.case import sft_trainer
 from tests.hf.test_trainer import float64_loss, padded
-from tests.hf.tiny import documents, tiny_arguments, tiny_llama
+from tests.hf.tiny import documents
 from tests.hf.trainers import trained, trainer_of, weights_apart
 from tests.hf.trainers import word_tokenizer as tokenizer
 from tests.ranks import run_ranks
@@ -247,15 +246,3 @@ def follow_on_one_rank(rank, world_size, folder):
 def test_all_ranks_draw_in_place_where_one_must(tmp_path):
     for found in run_ranks(follow_on_one_rank, 2, tmp_path, seconds=120):
         assert found == [{0}, {LOOKAHEAD}, {2}]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("dataset, wanted", [(ROWS, LOOKAHEAD), (Levels(), 0)])
-def test_a_loop_draws_ahead_what_libraries_make(dataset, wanted):
-    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(lookahead=None))
-    model = tiny_llama()
-    engine.attach(model)
-    loader = DataLoader(dataset, collate_fn=DataCollatorForFlexSeq(), batch_size=2)
-    next(engine.steps(loader)).backward(model)
-    assert engine._training._lookahead == wanted
-    engine.detach()

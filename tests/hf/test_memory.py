@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.checkpoint import noop_context_fn
 from trl import SFTTrainer
 from trl.trainer import sft_trainer as sft_module
 
@@ -203,32 +202,6 @@ def test_models_whose_layers_do_not_choose_say_why(make, family, reason):
         model.gradient_checkpointing_enable(offload=True)
         with refused(f"offload=True of activation checkpointing with .*: {reason}"):
             LayerMemory(model, save_attention_output=True, make_store=HostStore)
-
-
-def test_what_the_user_has_set_decides_whether_layers_choose():
-    model = deep_llama()
-    assert reason_without_choices(model) is None
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": noop_context_fn})
-    assert "selective activation checkpointing" in reason_without_choices(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
-    assert reason_without_choices(model) is None
-    model._set_gradient_checkpointing(True, lambda function, *args: function(*args))
-    assert "LlamaDecoderLayer is checkpointed by a function of its own" in (
-        reason_without_choices(model)
-    )
-    model.gradient_checkpointing_disable()
-    assert reason_without_choices(model) is None
-
-
-def test_hooks_inside_of_a_layer_would_run_twice_and_keep_it_as_it_is():
-    model = deep_llama()
-    model.model.layers[1].register_forward_hook(nothing)  # which runs once
-    assert reason_without_choices(model) is None
-    model.model.layers[1].mlp.register_forward_hook(nothing)
-    reason = "a hook of yours in mlp of LlamaDecoderLayer would run twice"
-    assert reason_without_choices(model) == reason
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # the user lets it run twice
-    assert reason_without_choices(model) is None
 
 
 def nothing(*args):

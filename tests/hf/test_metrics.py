@@ -4,7 +4,6 @@ as many ranks, made of logits that are never gathered."""
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 from transformers import (
     LlamaForCausalLM,
@@ -17,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
 from tests.hf.test_trainer import float64_loss, logged, padded
-from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama, tiny_model
+from tests.hf.tiny import documents, reference_loss, refused, tiny_llama, tiny_model
 from tests.hf.trainers import OwnLoss, trainer_of
 from tests.ranks import run_cases
 
@@ -288,31 +287,6 @@ def test_examples_without_a_collator_are_padded(tmp_path, collator):
     trainer = make(True, tmp_path, data_collator=collator, **showing(best))
     ours = trainer.predict(documents(LENGTHS))
     np.testing.assert_array_equal(ours.label_ids, stock.label_ids)
-    np.testing.assert_array_equal(at_tokens(ours.predictions), at_tokens(stock.predictions))
-
-
-class TakesTypesForCausalLM(LlamaForCausalLM):
-    def forward(self, input_ids=None, labels=None, token_type_ids=None, **kwargs):
-        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
-
-
-@pytest.mark.slow
-def test_labels_of_other_names(tmp_path):
-    def weighted(logits, labels):
-        ids, weights = labels
-        return F.one_hot(ids.clamp(min=0), VOCAB).sum(-1) * weights
-
-    def collate(examples):
-        batch = padded(examples)
-        return {**batch, "token_type_ids": batch["input_ids"] % 3}
-
-    def model():
-        return tiny_llama(cls=TakesTypesForCausalLM)
-
-    names = {"label_names": ["labels", "token_type_ids"], "data_collator": collate}
-    stock, ours = predicted(tmp_path, model=model, **names, **showing(weighted))
-    for own, wanted in zip(ours.label_ids, stock.label_ids, strict=True):
-        np.testing.assert_array_equal(own, wanted)
     np.testing.assert_array_equal(at_tokens(ours.predictions), at_tokens(stock.predictions))
 
 

@@ -9,25 +9,20 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import load_from_disk
-from peft import get_peft_model
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
-from hf_flexseq.hf.losses.reference import adapter_off, adapter_state
 from hf_flexseq.hf.losses.trainers import _OF_TRAINERS
 from hf_flexseq.hf.model.loss_kinds import _ON_SAMPLES
-from hf_flexseq.steps.calls import ModelCall
 from tests.budget import others_nightly
 from tests.hf.objectives import (
     BOUNDS,
     OPTIONS,
     Case,
     assert_alike,
-    causal_model,
     compare,
-    lora_config,
     make_trainer,
     pairs,
     save_inputs,
@@ -146,34 +141,6 @@ def padded_call(**given):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids, **given}
 
 
-@pytest.mark.parametrize(
-    ("mask", "what"),
-    [
-        ([[1, 1, 1], [1, 0, 1]], "row 1 .* padding between its tokens"),
-        ([[0, 0, 0], [1, 1, 1]], "row 0 .* no tokens"),
-    ],
-)
-def test_a_row_that_is_no_sequence_is_refused(mask, what):
-    with refused(f"{what}.* with padding around it", ValueError):
-        ModelCall(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor(mask), None)
-
-
-def test_padding_on_either_side_is_no_part_of_a_row():
-    ids = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]])
-    call = ModelCall(ids, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), ids)
-    assert call.lengths == [3, 2]
-    assert call.in_row(call.ids).tolist() == [5, 6, 7, 8, 9]
-    # a sequence's last token predicts nothing, also where padding follows
-    assert call.in_row(call.targets).tolist() == [6, 7, -100, 9, -100]
-    assert torch.equal(call.padded(call.in_row(ids)), ids)
-
-
-@pytest.mark.parametrize("name", ["output_hidden_states", "cache_position", "inputs_embeds"])
-def test_arguments_that_change_results_are_refused_by_name(name):
-    with refused(f"calls the model with {name}"):
-        ModelCall.read(padded_call(**{name: torch.ones(1)}), of_tokens=True)
-
-
 def asking(asks):
     """A class of ours whose loss first calls the model with what `asks` makes of its inputs."""
 
@@ -272,19 +239,6 @@ def test_logits_of_classes_are_float32_under_mixed_precision(tmp_path):
     trainer = make_trainer(case, NotesTypes, tmp_path, flexseq_args=options)
     trainer.train()
     assert trainer.found == (torch.float32, torch.float32)
-
-
-@pytest.mark.parametrize("adapter", ["new", "retrained"])
-def test_an_adapter_that_is_off_can_be_told(tmp_path, adapter):
-    model = causal_model(Case(kind="dpo", adapter=adapter), tmp_path)
-    if adapter == "new":
-        model = get_peft_model(model, lora_config())
-    else:
-        model.add_adapter("ref", lora_config())
-    on = adapter_state(model)
-    with adapter_off(model):
-        assert adapter_state(model) != on
-    assert adapter_state(model) == on
 
 
 # ---- other models between steps

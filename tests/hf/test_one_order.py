@@ -15,7 +15,6 @@ from collections import Counter
 
 import pytest
 from accelerate import Accelerator
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
@@ -144,29 +143,6 @@ def under_ddp(rank, world_size, plans, nodes, options):
 @pytest.mark.parametrize(("world_size", "nodes"), CASES)
 def test_plans_end_under_ddp_instead_of_ddp(launches, world_size, nodes, seed):
     check_plans(under_ddp, launches, seed, world_size, nodes, SMALL_BUCKETS if seed == 1 else {})
-
-
-def reduced_by_ddp(rank, world_size, plans, nodes, lockstep, has_hook):
-    """Every rank reduces in its own last micro-batch, as DDP does by itself."""
-    own = ByHand(world_size, nodes)
-    ddp = DistributedDataParallel(own.model, **SMALL_BUCKETS)
-    if has_hook:
-        ddp.register_comm_hook(None, allreduce_hook)
-    gradients = []
-    for plan in plans:
-        *earlier, last = own.micro_batches(plan, lockstep=lockstep, has_passes=lockstep)
-        with ddp.no_sync():
-            for inputs in earlier:
-                own.backward(inputs, ddp)
-        own.backward(last, ddp)
-        gradients.append(own.gradients())
-    return gradients
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_hook", [False, True])
-def test_plans_end_in_lockstep_when_ddp_reduces_by_itself(has_hook):
-    check_plans(reduced_by_ddp, ONE_QUEUE, SEEDS[has_hook], 4, 2, True, has_hook)
 
 
 # ---- FSDP2
@@ -360,15 +336,6 @@ def plan_that_ends_apart():
     """A plan whose first micro-batch is the last one of rank 0 and not of rank 1."""
     wide, narrow = group(0, 2, 0, 1, 2, 3), group(1, 3, 4, 5, strategy="zigzag")
     return plan_of_groups(LENGTHS, [wide], [narrow])
-
-
-APART = ([plan_that_ends_apart()], 1, False, False)
-
-
-def test_ddps_own_reduction_hangs_where_one_transfer_runs_at_a_time():
-    hangs = "no rank can go on: rank 0 is in allreduce .*behind it stands"
-    with pytest.raises(RuntimeError, match=hangs):
-        run_threads_with_groups(reduced_by_ddp, 3, *APART, launches=ONE_QUEUE, seed=1)
 
 
 def reduced_by_us(rank, world_size, early):

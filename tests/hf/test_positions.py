@@ -291,13 +291,6 @@ def test_positions_that_are_given_need_not_be_counted():
         check_model(Counts(tiny_llama().config))
 
 
-@pytest.mark.parametrize("tower", ["vision_tower", "vision_encoder", "audio_tower"])
-def test_what_reads_images_may_count(tower):
-    model = tiny_llama()
-    setattr(model.model, tower, Helped())
-    check_model(model)
-
-
 def test_positions_behind_a_padding_index_are_refused():
     model = tiny_llama()
     model.model.embed_positions = Kosmos2_5TextSinusoidalPositionalEmbedding(8, 16, padding_idx=1)

@@ -219,21 +219,6 @@ def test_regions_of_several_calls_and_regions_within_regions():
     assert not seq_ctx.kept
 
 
-def test_forwards_of_two_models_in_one_context_and_in_any_order():
-    policy, reference = model_of(), model_of(seed=1)
-    forwards = [(policy, 0), (reference, 0), (policy, 1)]
-    wanted = [
-        run_alone(model, added=added, save_attention_output=False)[1] for model, added in forwards
-    ]
-    for order in ([0, 1, 2], [2, 1, 0]):
-        seq_ctx, calls = make_context()
-        losses = [loss_of(model, seq_ctx, added) for model, added in forwards]
-        for index in order:
-            losses[index].backward()
-            assert_same_bits(gradients(forwards[index][0]), wanted[index])
-        assert calls.calls == len(forwards) * LAYERS
-
-
 def test_a_second_backward_attends_again():
     model = model_of()
 

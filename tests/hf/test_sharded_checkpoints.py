@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -428,26 +427,6 @@ def test_an_adapter_is_no_checkpoint_of_the_whole_model(tmp_path):
     get_peft_model(experts.make("Qwen3Moe"), LoraConfig(**LORA)).save_pretrained(tmp_path)
     with refused("holds an adapter, but this run trains the whole model$", ValueError):
         load_weights(model, str(tmp_path), Communicator())
-
-
-def test_experts_of_one_process_are_read_and_what_the_user_has_added(tmp_path):
-    """The plain Trainer leaves the experts as they are, with a warning."""
-    model, saved = experts.make("Qwen3Moe"), experts.make("Qwen3Moe")
-    with torch.no_grad():
-        for one in (model, saved):
-            one.added = torch.nn.Linear(2, 2)
-        for parameter in saved.parameters():
-            parameter.add_(1.0)
-    saved.save_pretrained(tmp_path)
-    stock = SimpleNamespace(is_fsdp_enabled=False, model=experts.make("Qwen3Moe"))
-    stock._issue_warnings_after_load = lambda result: None
-    Trainer._load_from_checkpoint(stock, str(tmp_path))
-    load_weights(model, str(tmp_path), Communicator())
-    wanted = dict(saved.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, wanted[name]), name
-    for name, parameter in stock.model.named_parameters():
-        assert torch.equal(parameter, wanted[name]) == (".experts." not in name), name
 
 
 def mixed_up(rank, ranks, path, folder):

@@ -151,24 +151,6 @@ def test_without_tiles_nothing_is_on_the_path(counts):
         assert not layer._forward_pre_hooks
 
 
-def test_two_micro_batches_in_flight_have_tiles_of_their_own(counts):
-    """In the replay of a checkpointed layer as well, which runs after another one's forward, and
-    before which no hook of the layer runs."""
-    model = tiny_llama().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    MlpTiles(model).attach()
-    first = called(model, 4).square().sum()
-    second = called(model, 2).square().sum()
-    third = called(model, 1).square().sum()
-    del counts[:]
-    first.backward()
-    assert counts == [4, 4]
-    third.backward()
-    assert counts == [4, 4]
-    second.backward()
-    assert counts == [4, 4, 2, 2]
-
-
 # ---- why some are left alone
 
 

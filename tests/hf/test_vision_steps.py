@@ -1,8 +1,6 @@
 """Steps of different kinds follow on each other: with images and without, of micro-batches that
 run twice. Ranks of different devices place images alike."""
 
-import gc
-import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -20,7 +18,6 @@ from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
 from tests.hf.vision_runs import (
     COUNTS,
     is_of_tower,
-    sharded,
     vision_reference,
     worst_errors,
 )
@@ -143,18 +140,3 @@ def test_grids_without_pixels_are_refused_before_the_step():
     del image["pixel_values"]
     with pytest.raises(ValueError, match="sequence 0 .* and image_grid_thw: cut examples"):
         read_positions([image])
-
-
-def whole_parameters_kept(rank, world_size):
-    """Parameters from before a model was sharded that something still refers to."""
-    model = tiny_vision_model("qwen3_vl").train()
-    engine = RandomPlanEngine(Accelerator(cpu=True), seed=3)
-    engine.attach(model)
-    whole = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-    sharded(model)
-    gc.collect()
-    return [name for name, parameter in whole.items() if parameter() is not None]
-
-
-def test_the_tower_is_not_kept_whole_beside_its_shards():
-    assert run_ranks(whole_parameters_kept, 2) == [[], []]

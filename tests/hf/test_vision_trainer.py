@@ -15,13 +15,11 @@ from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqTrainer
 from tests.budget import others_nightly
-from tests.hf.objectives import Case, run_case
 from tests.hf.test_metrics import at_tokens, best
 from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import logged
 from tests.hf.trainers import (
     assert_logged_alike,
-    difference,
     distance,
     trained,
     trainer_of,
@@ -156,31 +154,6 @@ def test_a_text_model_with_options_of_its_own_makes_no_cache(tmp_path):
         assert trainer.model.config.get_text_config().use_cache
         found.append(trained(trainer))
     assert weights_apart(*found) < 2e-6
-
-
-# ---- a loss of the user's own, on whole samples
-
-
-def own_losses(rank, world_size, folder):
-    """How far ours is from the plain Trainer on the same rank."""
-    case = Case(kind="own", evaluates=True, settings={"learning_rate": 1e-2})
-    examples = vision_examples("qwen3_vl", IMAGES * 2)
-    data = {"train_dataset": examples, "eval_dataset": examples[:4]}
-    runs = []
-    for is_ours in (False, True):
-        model = tiny_vision_model("qwen3_vl")
-        runs.append(
-            run_case(case, is_ours, folder, model=model, data_collator=with_pixels, **data)
-        )
-    return difference(*runs)
-
-
-@pytest.mark.nightly
-def test_a_loss_of_ones_own_on_whole_samples_reads_images(tmp_path):
-    for apart in run_ranks(own_losses, 2, tmp_path, seconds=100):
-        assert apart.weights < 2e-6
-        assert apart.metrics < 1e-6, apart.metric
-        assert not apart.missing
 
 
 # ---- predictions
