@@ -11,10 +11,10 @@ from hf_flexseq.hf.engine import cost_source as source
 from hf_flexseq.hf.engine import engine_setup
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
-from tests.hf.random_steps import own_batches
 from tests.hf.tiny import (
     batches,
     documents,
+    own_batches,
     reference_gradients,
     relative_errors,
     taken_gradients,

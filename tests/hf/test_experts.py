@@ -31,8 +31,7 @@ from tests.hf.experts import (
     with_adapter,
 )
 from tests.hf.objectives import assert_alike
-from tests.hf.random_steps import own_batches, whole
-from tests.hf.tiny import documents
+from tests.hf.tiny import documents, own_batches, whole
 from tests.hf.trainers import difference
 from tests.ranks import run_cases, run_ranks
 

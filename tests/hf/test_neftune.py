@@ -17,10 +17,16 @@ from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import run, stock_run
-from tests.hf.random_steps import own_batches, random_steps, sharded
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_trainer import dataset, float64_loss
-from tests.hf.tiny import RandomPlanEngine, documents, tiny_llama
+from tests.hf.tiny import (
+    RandomPlanEngine,
+    documents,
+    own_batches,
+    random_steps,
+    sharded,
+    tiny_llama,
+)
 from tests.hf.trainers import assert_logged_alike, distance, trained, weights_apart
 from tests.ranks import run_cases
 

@@ -2,35 +2,47 @@
 ranks, what cannot be computed exactly is refused in one line, and the model is left as it was."""
 
 import math
+import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import load_from_disk
 from transformers import Trainer, TrainerCallback
-from trl import DPOTrainer
+from trl import DistillationConfig, DistillationTrainer, DPOTrainer, GRPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
 from hf_flexseq.hf.losses.trainers import _OF_TRAINERS
-from hf_flexseq.hf.model.loss_kinds import _ON_SAMPLES
+from hf_flexseq.hf.model.loss_kinds import _ON_SAMPLES, unsuitable_distillation
 from tests.budget import others_nightly
 from tests.hf.objectives import (
     BOUNDS,
+    FLOAT32_BOUND,
     OPTIONS,
     Case,
     assert_alike,
     compare,
     make_trainer,
     pairs,
+    prompts,
     save_inputs,
 )
 from tests.hf.test_resume import KilledAfter
 from tests.hf.test_trainer import logged
-from tests.hf.tiny import VOCAB, refused, tiny_llama
-from tests.hf.trainers import difference, distance, trained
+from tests.hf.tiny import VOCAB, noting_figures, refused, tiny_llama
+from tests.hf.trainers import (
+    difference,
+    distance,
+    flexseq_class,
+    trained,
+    trainer_of,
+    word_tokenizer,
+)
 from tests.ranks import run_cases, run_ranks
 from tests.versions import reads_log_probabilities
 
@@ -332,3 +344,225 @@ def test_the_models_are_left_as_they_were(tmp_path, cls):
 
 def test_every_trainer_whose_loss_is_on_samples_has_its_calls_foreseen():
     assert set(_ON_SAMPLES) == set(_OF_TRAINERS)
+
+
+# ---- samples that serve several optimizer steps
+
+
+# 4 slices, gone through twice: 4 steps of 2 batches
+SPANNING = Case(
+    kind="grpo",
+    accumulation=2,
+    steps=6,
+    lookahead=4,
+    settings={"steps_per_generation": 4, "num_iterations": 2},
+)
+
+
+@pytest.mark.processes
+def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
+    save_inputs(tmp_path)
+    between = {"eval_strategy": "steps", "eval_steps": 3}
+    evaluated = replace(SPANNING, steps=5, settings={**SPANNING.settings, **between})
+    # a step of two generation batches, and at the epoch's end one of fewer batches
+    common = {"kind": "grpo", "lookahead": 4, "settings": {"steps_per_generation": 4}}
+    uneven = Case(accumulation=3, steps=4, rows=16, **common)
+    for by_rank in run_cases(compare, 2, [(tmp_path, evaluated), (tmp_path, uneven)]):
+        for apart in by_rank:
+            assert apart.figures > 20
+            assert_alike(apart, weights=FLOAT32_BOUND)
+
+
+def trained_twice(is_ours, folder):
+    """What two runs of one trainer make, of which the first ends amid a generation batch."""
+    torch.manual_seed(5)
+    trainer = make_trainer(replace(SPANNING, steps=3), is_ours, folder)
+    first, second = trained(trainer), trained(trainer)
+    return replace(second, start=first.start, log=first.log + second.log)
+
+
+@pytest.mark.processes
+def test_a_second_training_goes_on_with_samples_of_the_first(tmp_path):
+    save_inputs(tmp_path)
+    apart = difference(trained_twice(False, tmp_path), trained_twice(True, tmp_path))
+    assert_alike(apart, weights=FLOAT32_BOUND)
+
+
+class CountsPlans(TrainerCallback):
+    """Notes how many steps have been given to the planner when a step ends."""
+
+    def __init__(self):
+        self.counts = []
+        self.engine = None
+
+    def on_step_end(self, args, state, control, **given):
+        self.counts.append(self.engine._training._next_request)
+
+
+def planned(folder, lookahead, cls=True):
+    """Plans given to the planner when each step ends, and the weights after training."""
+    counts = CountsPlans()
+    options = FlexSeqArguments(**OPTIONS, lookahead=lookahead)
+    trainer = make_trainer(SPANNING, cls, folder, flexseq_args=options, callbacks=[counts])
+    counts.engine = trainer.flexseq
+    return trained(trainer).weights, counts.counts
+
+
+class CutsShort(GRPOTrainer):
+    """Leaves out the last token of the completions of every third batch."""
+
+    def _prepare_inputs(self, batch):
+        inputs = super()._prepare_inputs(batch)
+        if self._step % 3:
+            return inputs
+        mask = inputs["completion_mask"].clone()
+        mask[:, -1] = 0
+        return {**inputs, "completion_mask": mask}
+
+
+@pytest.mark.processes
+def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
+    save_inputs(tmp_path)
+    by_class = []
+    # with the first step of four two more, and the last when that one ends; but once step 1 was
+    # found to be another one than the samples said, no step is planned before it comes
+    for cls, wanted in (
+        (True, [4, 4, 4, 4, 8, 8]),
+        (flexseq_class(CutsShort), [4, 5, 6, 7, 8, 9]),
+    ):
+        in_place, counts = planned(tmp_path, 0, cls)
+        assert cls is not True or counts == [1, 2, 3, 4, 5, 6]
+        ahead, counts = planned(tmp_path, 2, cls)
+        assert counts == wanted
+        for name, weights in in_place.items():
+            assert np.array_equal(weights, ahead[name])
+        by_class.append(ahead)
+    plain, cut = by_class
+    assert any(not np.array_equal(cut[name], plain[name]) for name in cut)
+
+
+# ---- TRL's DistillationTrainer
+
+
+class FixedCompletions(DistillationTrainer):
+    """Samples that depend on the prompt alone: of 1 to 24 tokens, some cut off before their
+    end."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
+        completions = []
+        for ids in prompt_ids:
+            rng = random.Random(sum(ids))
+            tokens = [rng.randrange(2, VOCAB) for _ in range(rng.choice([0, 3, 9, 23]))]
+            completions.append([*tokens, rng.choice([1, 5])])  # 1 ends a sequence
+        return completions
+
+    def _generate(self, prompts):
+        """Say of some tokens that a tool has written them."""
+        prompt_ids, completions, _, images, tool_images = super()._generate(prompts)
+        masks = [[int(token % 5 != 0) for token in ids] for ids in completions]
+        return prompt_ids, completions, masks, images, tool_images
+
+
+class FlexSeqDistillation(FlexSeqMixin, FixedCompletions):
+    pass
+
+
+class OwnLoss(FlexSeqDistillation):
+    """Computes what the others do; but that cannot be known."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def large_teacher():
+    """Another depth, another width, heads of another size and number."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    return tiny_llama(seed=1, hidden_size=48, num_hidden_layers=3, **heads)
+
+
+def distillation(cls, folder, *, options=None, **settings):
+    student = tiny_llama()
+    student.config.logit_scale = 1.5  # which TRL reads
+    defaults = {
+        "model": student,
+        "teacher_model": large_teacher(),
+        "train_dataset": prompts(24),
+        "eval_dataset": prompts(5),
+        "processing_class": word_tokenizer(),
+        "data_collator": None,
+        "accumulation": 2,
+        "max_steps": 2,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "learning_rate": 0.5,
+        "beta": 0.5,
+    }
+    flexseq = (options or {}) if issubclass(cls, FlexSeqMixin) else None
+    settings = {**defaults, **settings}
+    return trainer_of(cls, folder, config=DistillationConfig, flexseq=flexseq, **settings)
+
+
+def run(rank, world_size, cls, folder, settings):
+    trainer = distillation(cls, folder, **settings)
+    steps = noting_figures(trainer) if isinstance(trainer, FlexSeqMixin) else None
+    found = trained(trainer, evaluates=world_size > 1)
+    if world_size > 1 and steps is not None:
+        assert any("groups_of_2" in figures for figures in steps)
+    return found
+
+
+@pytest.mark.processes
+def test_four_steps_are_those_of_the_stock_trainer(tmp_path):
+    # sequences of up to 32 tokens: some need both ranks
+    settings = {"max_steps": 4, "temperature": 0.8, "options": {"max_tokens_per_rank": 20}}
+    cases = [(cls, tmp_path, settings) for cls in (FixedCompletions, FlexSeqDistillation)]
+    for stock, ours in zip(*run_cases(run, 2, cases), strict=True):
+        assert any("entropy" in entry for entry in stock.log)
+        assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
+        for entry in ours.log[:4]:
+            assert entry["step_time"] > entry["flexseq/measured_s"]  # of a whole step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta):
+    wanted = run(0, 1, FixedCompletions, tmp_path, {"beta": beta})
+    for cls in (FlexSeqDistillation, OwnLoss):
+        ours = run(0, 1, cls, tmp_path, {"beta": beta})
+        assert_alike(difference(wanted, ours), weights=FLOAT32_BOUND)
+
+
+@pytest.mark.slow
+def test_each_model_runs_once_on_a_micro_batch(tmp_path):
+    trainer = distillation(FlexSeqDistillation, tmp_path)
+    calls = []
+    for model in (trainer.model, trainer.teacher_model):
+        model.model.register_forward_hook(lambda *args: calls.append(args[0]))
+    trainer.train()
+    micro_batches = sum(logged(trainer.state.log_history, "flexseq/micro_batches"))
+    assert micro_batches > 2
+    for model in (trainer.model, trainer.teacher_model):
+        assert calls.count(model.model) == micro_batches
+
+
+def test_a_loss_with_gradients_that_were_not_foreseen_is_refused(tmp_path):
+    trainer = distillation(FlexSeqDistillation, tmp_path)
+    loss_of = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **options: 2 * loss_of(*args, **options)
+    with pytest.raises(RuntimeError, match="other gradients of divergence"):
+        trainer.train()
+
+
+def test_a_teacher_that_cannot_be_computed_exactly_is_refused(tmp_path):
+    teacher = large_teacher()
+    teacher.model.layers[0].self_attn.attention_dropout = 0.1
+    with refused("attention_dropout=0"):
+        distillation(FlexSeqDistillation, tmp_path, teacher_model=teacher)
+
+
+@pytest.mark.parametrize(
+    "name", ["GKDTrainer", "GOLDTrainer", "ServerDistillationTrainer", "AsyncDistillationTrainer"]
+)
+def test_other_distillations_are_refused_by_name(name):
+    kind = type("Mine", (type(name, (), {}),), {})
+    assert unsuitable_distillation(kind()).startswith(f"{name} (it")

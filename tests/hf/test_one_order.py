@@ -28,9 +28,16 @@ from hf_flexseq.hf.engine.reduction import average_gradients, instead_of_ddp
 from hf_flexseq.hf.engine.sharding import FsdpPolicies
 from hf_flexseq.hf.model.sharding import resolve_sync
 from tests.hf.by_hand import attach, planned_inputs, target_count
-from tests.hf.random_steps import sharded, whole
 from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.tiny import documents, reference_gradients, refused, relative_errors, tiny_llama
+from tests.hf.tiny import (
+    documents,
+    reference_gradients,
+    refused,
+    relative_errors,
+    sharded,
+    tiny_llama,
+    whole,
+)
 from tests.matching import Launches
 from tests.plans import ends_apart, group, plan_of_groups, random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups

@@ -17,10 +17,19 @@ from hf_flexseq import FlexSeqEngine
 from hf_flexseq.hf.model.adapters import unsuitable_prompt
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import both
-from tests.hf.random_steps import attached, errors, own_batches, random_steps, worst_of
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_trainer import float64_loss, padded
-from tests.hf.tiny import documents, refused, tiny_arguments, tiny_llama
+from tests.hf.tiny import (
+    attached,
+    documents,
+    errors,
+    own_batches,
+    random_steps,
+    refused,
+    tiny_arguments,
+    tiny_llama,
+    worst_of,
+)
 from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart
 from tests.ranks import run_cases
 

@@ -5,23 +5,27 @@ import math
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.reduction import instead_of_ddp
+from hf_flexseq.hf.model.attachments import early_buckets
 from tests.hf.ordered_gloo import ordered_gloo
-from tests.hf.random_steps import own_batches, sharded, whole
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,
+    own_batches,
     reference_gradients,
     relative_errors,
+    sharded,
     tiny_llama,
+    whole,
 )
 from tests.plans import ends_apart
 from tests.ranks import run_cases, run_ranks
@@ -230,3 +234,35 @@ def test_a_hook_of_ones_own_is_refused_in_free_and_called_in_lockstep():
     for gradients in run_ranks(late_hook, 2):
         found = {name: torch.as_tensor(g) for name, g in gradients.items()}
         assert max(relative_errors(found, wanted).values()) < 1e-10
+
+
+# ---- buckets of small models
+
+
+MIB = 2**20
+
+
+def bucket_mib(rank, world_size, chosen):
+    """Of a model of 16 MiB and some as accelerate wraps it, and of the handler afterwards."""
+    handlers = [] if chosen is None else [DistributedDataParallelKwargs(bucket_cap_mb=chosen)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+    model = tiny_llama(torch.float32, vocab_size=2**16)
+    assert round(sum(p.numel() * 4 for p in model.parameters()) / MIB) == 16
+    engine = FlexSeqEngine(accelerator, FlexSeqArguments(cost_model="estimate"))
+    engine.attach(model)
+    found = accelerator.prepare(model).bucket_bytes_cap / MIB
+    engine.detach()
+    return found, accelerator.ddp_handler and accelerator.ddp_handler.bucket_cap_mb
+
+
+@pytest.mark.processes
+def test_a_small_model_has_several_buckets_unless_the_user_chose():
+    chosen = (None, 25, 7)
+    by_case = run_cases(bucket_mib, 2, [(size,) for size in chosen])
+    assert by_case == [[(3, None)] * 2, [(3, 25)] * 2, [(7, 7)] * 2]
+
+
+def test_a_large_model_keeps_the_default_and_frozen_weights_do_not_count():
+    large = nn.Linear(10_000, 10_000, device="meta")
+    assert early_buckets(None, large).bucket_cap_mb == 25
+    assert early_buckets(None, large.requires_grad_(False)).bucket_cap_mb == 1

@@ -20,9 +20,8 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from tests.hf.random_steps import sharded, whole
 from tests.hf.test_trainer import flexseq_trainer
-from tests.hf.tiny import VOCAB, tiny_llama, weights
+from tests.hf.tiny import VOCAB, sharded, tiny_llama, weights, whole
 from tests.plans import group
 from tests.ranks import run_cases
 

@@ -19,22 +19,26 @@ from hf_flexseq.hf.model.router import PROBABILITIES, router_facts
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case
-from tests.hf.random_steps import attached, errors, own_batches, random_steps, sharded, worst_of
-from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.test_reach import COEFFICIENT, keep_float64, mixture
 from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
 from tests.hf.test_trainer import dataset, logged
-from tests.hf.tiny import RandomPlanEngine, documents, reference_loss, refused, taken_gradients
+from tests.hf.tiny import (
+    RandomPlanEngine,
+    attached,
+    documents,
+    errors,
+    own_batches,
+    random_steps,
+    reference_loss,
+    refused,
+    sharded,
+    taken_gradients,
+    worst_of,
+)
 from tests.hf.trainers import OwnLoss, assert_logged_alike, trained, trainer_of, weights_apart
 from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
-COEFFICIENT = 0.5
-
-
-def mixture(family="Mixtral", **others):
-    """A tiny mixture of experts that asks for its router loss."""
-    options = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
-    return make_model(family, **{**options, **others})
 
 
 def router_loss_of(model, examples):

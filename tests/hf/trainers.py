@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from tests.hf.random_steps import whole
 from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
-from tests.hf.tiny import VOCAB, tiny_llama
+from tests.hf.tiny import VOCAB, tiny_llama, whole
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 CLOCKS = ("runtime", "per_second", "time", "total_flos", "flexseq/")  # parts of names of figures

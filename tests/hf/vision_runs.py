@@ -12,8 +12,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from hf_flexseq.hf.model.probe import lively_copy
-from tests.hf.random_steps import attached, errors, own_batches, random_steps, worst_of
-from tests.hf.tiny import RandomPlanEngine, taken_gradients
+from tests.hf.tiny import (
+    RandomPlanEngine,
+    attached,
+    errors,
+    own_batches,
+    random_steps,
+    taken_gradients,
+    worst_of,
+)
 from tests.hf.vision import called_with, keep_all_float64, tiny_vision_model, vision_examples
 from tests.no_graph import without_graphs
 
