@@ -3,11 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from transformers import (
-    DataCollatorWithPadding,
-    LlamaForSequenceClassification,
-    Trainer,
-)
+from transformers import DataCollatorWithPadding, LlamaForSequenceClassification, Trainer
 from trl import SFTTrainer
 
 from tests.differential.case import Case, sft_trainer

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_flexseq.hf.engine import layer_trial
 from hf_flexseq.hf.engine.layer_trial import count_bytes

@@ -5,12 +5,11 @@ from collections import Counter
 from functools import partial, wraps
 
 import pytest
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqTrainer
-from hf_flexseq.hf.losses.next_token import NextTokenLoss
 from hf_flexseq.hf.refusals.overrides import RULES, Standing
 from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.test_own_losses import Focal
@@ -150,15 +149,6 @@ def test_an_override_that_would_be_ignored_is_refused_by_name(tmp_path, base):
         assert make(overriding(*let_through, base=base), tmp_path, how=how)
 
 
-def test_an_override_that_another_class_takes_back_is_not_refused(tmp_path):
-    mine = overriding("get_batch_samples", "compute_loss")
-    back = {name: getattr(Trainer, name) for name in ("get_batch_samples", "compute_loss")}
-    trainer = make(type("TakesBack", (mine,), back), tmp_path)
-    assert isinstance(trainer._flexseq_loss, NextTokenLoss)
-    with refused(r"Mine\.get_batch_samples would be ignored"):
-        make(type("TakesOneBack", (mine,), {"compute_loss": Trainer.compute_loss}), tmp_path)
-
-
 def test_a_function_on_one_trainer_or_in_front_of_the_mixin_is_refused_too(tmp_path):
     with refused(r"Mine\.get_batch_samples would be ignored"):
         make(overriding("get_batch_samples", base=FlexSeqTrainer), tmp_path)
@@ -189,28 +179,3 @@ def test_a_pipeline_refuses_what_its_stages_do_themselves(tmp_path):
     trainer.model.lm_head.register_forward_hook(lambda *args: None)
     with refused("lambda> on lm_head with pipeline_parallel_size=2"):
         FlexSeqCallback(trainer, args)
-
-
-# ---- what is said
-
-
-class Substeps(TrainerCallback):
-    def on_substep_end(self, args, state, control, **kwargs):
-        pass
-
-
-def test_what_sees_something_else_is_named_in_the_log(tmp_path, caplog):
-    model = tiny_llama()
-    model.lm_head.register_full_backward_hook(lambda *args: None)
-    make(overriding("training_step", base=Focal), tmp_path, model=model, callbacks=[Substeps()])
-    said = [
-        record.message
-        for record in caplog.records
-        if record.name == "hf_flexseq.hf.trainer.trainer"
-    ]
-    assert len(said) == 3
-    for part in ("Mine.training_step sees no", "lambda> on lm_head: ", "Substeps.on_sub"):
-        assert sum(part in line for line in said) == 1, part
-    caplog.clear()
-    make(Trainer, tmp_path)
-    assert not [r for r in caplog.records if r.name == "hf_flexseq.hf.trainer.trainer"]

@@ -11,18 +11,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.layers import FULL, Reach
-from hf_flexseq.hf.model import recurrent
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.layer_kinds import (
-    UnknownLayers,
-    _keys_of,
-    layer_kinds,
-    layer_reach,
-    reach_counts,
-)
-from hf_flexseq.hf.model.recurrent import (
-    attach_recurrent,
-)
+from hf_flexseq.hf.model.layer_kinds import _keys_of, layer_kinds, layer_reach, reach_counts
+from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.steps.source_row import SourceRow
@@ -138,23 +129,6 @@ def test_scans_are_in_float32_under_autocast():
     assert error < 3e-3  # one rounding
 
 
-def test_mamba_2_in_bfloat16_is_that_of_transformers_up_to_one_rounding():
-    x = torch.randn(1, 300, 4, 16).bfloat16()
-    dt, A = torch.randn(1, 300, 4).bfloat16(), -torch.rand(4)
-    B, C = torch.randn(2, 1, 300, 2, 8).bfloat16()
-    D, dt_bias = torch.randn(2, 4).bfloat16()
-
-    def scan(**context):
-        options = {"chunk_size": 16, "D": D, "dt_bias": dt_bias, "dt_softplus": True}
-        return modeling_bamba.mamba2_chunk_scan(x, dt, A, B, C, **options, **context)
-
-    wanted = scan()
-    assert wanted.dtype == torch.float32
-    found = in_context("Bamba", lambda seq_ctx: scan(seq_ctx=seq_ctx), (300,))
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=1e-4)
-
-
 # ---- kinds, and what is refused
 
 
@@ -187,41 +161,6 @@ NO_HEADS = {"attention_hidden_size": 32, "num_attention_heads": None}
 def test_models_whose_recurrent_layers_are_refused(name, config, message):
     with refused(f"{name}ForCausalLM: .*{message}"):
         check_model(meta_model(name, **config))
-
-
-def with_a_wider_convolution(self, config, layer_idx, original=modeling_bamba.BambaMixer.__init__):
-    original(self, config, layer_idx)
-    self.conv1d = torch.nn.Conv1d(96, 96, kernel_size=6, groups=96, padding=5)
-
-
-def hides_its_scan(self, hidden_states, **kwargs):
-    return hidden_states
-
-
-def without_the_scan(kind, known=recurrent._functions_of):
-    return tuple(one for one in known(kind) if one[1] == "causal_conv1d_fn")
-
-
-MIXER = modeling_bamba.BambaMixer
-
-
-@pytest.mark.parametrize(
-    ("cls", "name", "planted", "message"),
-    [
-        (MIXER, "__init__", with_a_wider_convolution, "layer 0 computes width=6, but .* width=4"),
-        (MIXER, "forward", hides_its_scan, "layer 0 does not call .* of a mamba2 layer"),
-        (recurrent, "_functions_of", without_the_scan, "layer 0 computes kind=convolution, b"),
-    ],
-)
-def test_mixers_that_contradict_the_configuration(monkeypatch, cls, name, planted, message):
-    def scans(x, *args, seq_ctx=None, **kwargs):
-        return x
-
-    monkeypatch.setattr(cls, name, planted)
-    if cls is recurrent:
-        monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", scans)
-    with refused(message):
-        check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
 
 
 @pytest.mark.parametrize(
@@ -263,11 +202,6 @@ def test_windows_chunks_and_full_layers(name, options, reaches):
     assert reach_counts(layer_kinds(config)) == reaches
     if len(reaches) == 1:
         assert layer_reach(config, None) in reaches
-
-
-def test_a_layer_without_a_number_among_layers_of_several_kinds():
-    with pytest.raises(UnknownLayers, match=r"which of config\.layer_types it has is not known"):
-        layer_reach(transformers.Gemma3TextConfig(num_hidden_layers=6), None)
 
 
 # ---- steps that are no text

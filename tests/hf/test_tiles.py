@@ -22,14 +22,7 @@ from tests.hf import hybrids, test_reach
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import FAMILIES, make_model, plans_across, stays_in_float64  # noqa: F401
-from tests.hf.tiny import (
-    VOCAB,
-    documents,
-    reference_gradients,
-    refused,
-    tiny_llama,
-    tiny_model,
-)
+from tests.hf.tiny import VOCAB, documents, reference_gradients, refused, tiny_llama, tiny_model
 
 TOKENS = 11
 

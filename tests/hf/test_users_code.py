@@ -196,16 +196,6 @@ def test_a_collator_that_joins_a_batch_into_one_row_is_compared_example_by_examp
     assert labelled(examples)[OTHER_ROWS] == 3
 
 
-@pytest.mark.slow
-def test_a_collator_that_looks_at_a_whole_batch_is_named_in_the_log(tmp_path, caplog):
-    def collate(examples):
-        return masks_longest(padded(examples))
-
-    make(Trainer, tmp_path, collator=collate, max_steps=3).train()
-    (line,) = (record.message for record in caplog.records if "data_collator" in record.message)
-    assert "rows otherwise of a whole batch than of each example" in line
-
-
 # ---- a hook on the head
 
 

@@ -32,13 +32,7 @@ from tests.hf.tiny import (
 )
 from tests.hf.vision import keep_all_float64, tiny_config, tiny_vision_model, vision_examples
 from tests.hf.vision_families import FAMILIES, IMAGE, OTHERS
-from tests.hf.vision_runs import (
-    COUNTS,
-    is_of_tower,
-    probe_pixel,
-    vision_reference,
-    worst_errors,
-)
+from tests.hf.vision_runs import COUNTS, is_of_tower, vision_reference, worst_errors
 from tests.no_graph import without_graphs
 from tests.ranks import run_cases, run_ranks
 from tests.versions import skip_where_the_plain_model_fails
@@ -81,17 +75,6 @@ def test_families_under_fsdp2_with_checkpointing(name):
     case = (name, "fsdp2", True, None, COUNTS, 2)
     (by_rank,) = run_cases(worst_errors, 2, [case], seconds=120)
     assert_exact(case, by_rank)
-
-
-@pytest.mark.parametrize("name", others_nightly(list(FAMILIES), EVERY_TIME[:1]))
-def test_a_pixel_changes_what_it_changes_in_one_process(name):
-    skip_where_the_plain_model_fails(name)
-    (by_rank,) = run_cases(probe_pixel, 2, [(name,)], seconds=120)
-    for found in by_rank:
-        assert found["changed"]
-        assert found["unchanged"] or FAMILIES[name].is_prefix
-        assert found["off"] < 1e-9  # of the largest change
-        assert found["leaked"] < 1e-12
 
 
 @pytest.mark.parametrize(
