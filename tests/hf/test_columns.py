@@ -130,18 +130,6 @@ def test_columns_that_the_trainer_removes_are_named_once(base, tmp_path, caplog)
     assert not any(name in caplog.text for name in silent)
 
 
-def reads_weights(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """A loss that reads one column, and hands it to no model."""
-    assert inputs.pop("weights").shape == inputs["input_ids"].shape
-    return Trainer.compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
-
-
-def test_columns_that_a_loss_of_the_users_may_read_are_not_named(tmp_path, caplog):
-    base = type("Reading", (Trainer,), {"compute_loss": reads_weights})
-    first_loss(make_trainer(base, tmp_path, {}, [PLAIN | {"weights": OTHERS["weights"]}]))
-    assert "weights" not in caplog.text
-
-
 # ---- labels that are shifted already
 
 

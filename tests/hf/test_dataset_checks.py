@@ -156,20 +156,6 @@ def test_rows_of_losses_on_whole_samples_are_named_before_training(tmp_path, cla
             trainer.train()
 
 
-def test_another_evaluation_dataset_is_looked_at_before_its_evaluation(tmp_path, monkeypatch):
-    def step(*args):
-        raise AssertionError("a step was planned")
-
-    tokens = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
-    trainer = make(tmp_path, [example(5)], trainer=tokens, max_tokens_per_rank=8)
-    assert trainer.evaluate([example(n) for n in (5, 8)])["eval_loss"] > 0
-    monkeypatch.setattr(FlexSeqEngine, "evaluation_steps", step)
-    with refused(r"test_dataset\[1\] has 12 tokens", PlanInfeasible):
-        trainer.evaluate([example(n) for n in (9, 12)], metric_key_prefix="test")
-    with refused(r"test_dataset\[1\] has 12 tokens", PlanInfeasible):
-        trainer.predict([{"input_ids": example(n)["input_ids"]} for n in (9, 12)])
-
-
 def drawing(rank, world_size, folder):
     class Empty(IterableDataset):
         def __iter__(self):

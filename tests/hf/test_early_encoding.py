@@ -158,30 +158,6 @@ def test_the_log_and_the_trace_are_those_of_figures_that_are_read_at_once(
         assert events == [0, 1, "read", "read", 2, 3, "read", "read", 4, "read"]
 
 
-def engine_that_tells(**options):
-    """An engine, and the numbers of the steps whose figures it has told of."""
-    told = []
-    engine = FlexSeqEngine(
-        Accelerator(cpu=True),
-        tiny_arguments(lookahead=2, **options),
-        on_figures=lambda number, figures: told.append(number),
-    )
-    return engine, told
-
-
-@pytest.mark.processes
-def test_a_loop_of_its_own_has_the_whole_trace(tmp_path, behind):
-    trace = tmp_path / "plans.jsonl"
-    engine, told = engine_that_tells(plan_trace=str(trace))
-    model = tiny_llama()
-    with engine.attached(model):
-        for step in engine.steps(batches(4)):
-            step.backward(model)
-            assert told == list(range(step.step.number - 1))
-    assert told == [0, 1, 2, 3]
-    assert len(trace.read_text().splitlines()) == 4
-
-
 @pytest.mark.processes
 def test_what_is_not_finite_is_raised_in_the_same_step(behind):
     assert loop() == (STEPS, STEPS, None)

@@ -5,8 +5,7 @@ import torch
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.steps.calls import ModelCall, joined
-from hf_flexseq.steps.collator import IMAGES, LENGTHS
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.image_rows import images_of_rows, parts_of_rows
 from hf_flexseq.steps.images import IMAGE_ROWS, NO_ROW, image_columns
 from hf_flexseq.steps.source_row import SourceRow
@@ -57,13 +56,6 @@ def test_seconds_of_videos_go_to_the_rows_of_these_videos():
         seconds_of_rows(1.0, 0.5)
 
 
-def test_tiles_of_one_size_go_to_their_rows():
-    tiles = {"pixel_values": torch.arange(5).view(5, 1, 1, 1)}
-    rows = parts_of_rows(tiles, [8, 0, 12])
-    assert rows[0]["pixel_values"].flatten().tolist() == [0, 1]
-    assert rows[2]["pixel_values"].flatten().tolist() == [2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("tensors", "tokens"),
     [
@@ -104,15 +96,6 @@ def call_with(**given):
 
 def divided(call):
     return images_of_rows(call, {"image": IMAGE}, NAMES)
-
-
-def test_a_call_carries_images_and_types_into_the_row():
-    types = (IDS == IMAGE).long()
-    call = call_with(mm_token_type_ids=types)
-    row = joined([call, ModelCall(IDS, MASK, None)], divided)
-    assert row["mm_token_type_ids"].tolist() == [[0, 1, 0, 1, 1, 0] + [0] * 6]
-    assert row[LENGTHS] == [3] * 4
-    assert [len(own.get("pixel_values", ())) for own in row[IMAGES]] == [4, 8, 0, 0]
 
 
 def test_types_that_are_padded_on_another_side_are_refused():

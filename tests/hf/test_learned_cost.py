@@ -166,16 +166,3 @@ def test_a_new_model_trains_and_corrects_its_estimate(tmp_path, monkeypatch):
     assert correction == fit(observations)
     assert type(estimate).load(output) == corrected(estimate, (*correction.factors, 1.0))
     assert correction.text().startswith("the estimate with ")
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({"model_type": "t5"}, {}, "not a causal language model"),
-        ({}, {"dtype": "int8"}, "dtype must be one of auto, .*; got 'int8'"),
-        ({}, {"fsdp": True}, "--fsdp without a GPU"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(tmp_path, changes, options, message):
-    with pytest.raises(ValueError, match=message):
-        command.train(config_of(tmp_path, **changes), str(tmp_path / "cost.json"), **options)

@@ -116,17 +116,7 @@ class ArgsThird(Trainer):
         self.ref_model, self.beta = ref_model, beta
 
 
-class HandsOn(ArgsThird):
-    def __init__(self, model, *args, gamma=1, **kwargs):
-        super().__init__(model, *args, **kwargs)
-        self.gamma = gamma
-
-
 class FlexSeqArgsThird(FlexSeqMixin, ArgsThird):
-    pass
-
-
-class FlexSeqHandsOn(FlexSeqMixin, HandsOn):
     pass
 
 
@@ -141,8 +131,7 @@ def split_at(count, arguments):
     return given, {name: arguments[name] for name in names[count:]}
 
 
-@pytest.mark.parametrize("cls", [FlexSeqArgsThird, FlexSeqHandsOn])
-def test_arguments_reach_the_next_class_as_they_were_given(tmp_path, cls):
+def test_arguments_reach_the_next_class_as_they_were_given(tmp_path):
     arguments = {
         "model": tiny_llama(),
         "ref_model": tiny_llama(seed=1),
@@ -151,14 +140,14 @@ def test_arguments_reach_the_next_class_as_they_were_given(tmp_path, cls):
     }
     for positional in range(len(arguments) + 1):
         given, named = split_at(positional, arguments)
-        trainer = cls(*given, **named, beta=0.5)
+        trainer = FlexSeqArgsThird(*given, **named, beta=0.5)
         for name, wanted in arguments.items():
             assert getattr(trainer, name) is wanted, (positional, name)
         assert trainer.beta == 0.5
         assert trainer.flexseq.args.max_tokens_per_rank == OPTIONS["max_tokens_per_rank"]
 
 
-@pytest.mark.parametrize("cls", [FlexSeqTrainer, FlexSeqArgsThird, FlexSeqHandsOn])
+@pytest.mark.parametrize("cls", [FlexSeqTrainer, FlexSeqArgsThird])
 def test_a_named_model_of_a_pipeline_is_loaded_by_the_options_wherever_they_stand(
     tmp_path, monkeypatch, cls
 ):

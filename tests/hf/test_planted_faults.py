@@ -108,21 +108,6 @@ def saved_experts(rank, ranks, models, folder):
     trained(rank, ranks, models, folder, "experts", EP2, None, {"max_steps": 1})
 
 
-def read_experts(rank, ranks, models, folder):
-    """The files of `saved_experts` that runs on its ranks have refused."""
-    model = loaded(models / "experts", "experts", EP2)
-
-    def resume(checkpoint):
-        trainer = trainer_of(model, folder / "then", ranks, save_strategy="no")
-        trainer.train(resume_from_checkpoint=checkpoint)
-
-    meet = torch.distributed.barrier
-    torches = (".pt", ".pth", ".bin")
-    return files_read(
-        folder / FIRST, folder, resume, by_torch=torches, plants=rank == 0, meet=meet
-    )
-
-
 @pytest.mark.processes
 def test_no_file_of_a_sharded_models_checkpoint_runs_code(tmp_path):
     """Read here by one rank without shards; ranks with shards read it with the same functions."""
@@ -139,16 +124,3 @@ def test_no_file_of_a_sharded_models_checkpoint_runs_code(tmp_path):
     states = {f"flexseq_optimizer/{name}.json" for name in ("index", "scheduler")}
     assert states | {"config.json", "model.safetensors"} <= set(read)
     assert len([name for name in read if "optimizer/state-" in name]) >= 2
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_no_file_at_all_of_a_sharded_models_checkpoint_runs_code(tmp_path):
-    models = save_models(tmp_path / "models")
-    run_ranks(saved_experts, 2, models, tmp_path)
-    for read in run_ranks(read_experts, 2, models, tmp_path, seconds=300):
-        assert "training_args.bin" not in read
-        wanted = {MARKER, "trainer_state.json", "config.json", "model.safetensors"}
-        assert wanted <= set(read)
-        assert len([name for name in read if name.startswith("flexseq_optimizer/")]) >= 4
-        assert len([name for name in read if name.startswith("rng_state")]) == 4

@@ -76,21 +76,14 @@ def boundary_lost(labels, ids):
 
 ERRORS = {
     "a mean of the documents' means": lambda model, rows, step: mean_of_means(model, rows),
-    "a loss scaled by the number of ranks": lambda model, rows, step: scaled(step, 2.0),
     "gradients averaged twice": lambda model, rows, step: scaled(step, 0.5),
     "prompts are learned": lambda model, rows, step: step_alone(
         model, with_labels(rows, lambda labels, ids: ids)
-    ),
-    "labels are shifted twice": lambda model, rows, step: step_alone(
-        model, with_labels(rows, lambda labels, ids: [*labels[1:], -100])
     ),
     "the target at a shard's edge is lost": lambda model, rows, step: step_alone(
         model, with_labels(rows, boundary_lost)
     ),
     "a document is dropped": lambda model, rows, step: step_alone(model, rows[:-1]),
-    "padding is a target": lambda model, rows, step: step_alone(
-        model, [{k: [*row[k], 1] for k in row} for row in rows]
-    ),
     "documents packed as one": lambda model, rows, step: step_alone(
         model, [{k: [x for row in rows for x in row[k]] for k in rows[0]}]
     ),

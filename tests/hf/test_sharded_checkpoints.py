@@ -11,7 +11,6 @@ import signal
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
@@ -24,15 +23,13 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin, FlexSeqTrainer
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback
 from hf_flexseq.checkpoints import optimizer
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.trainer import saving
 from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from tests.hf import experts
 from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
@@ -157,43 +154,19 @@ def error_of(model, wanted, found):
 # ---- killed while it saves
 
 
-def kill_in(module, name, after=False):
-    """Let this process be killed when the second checkpoint comes to `module.name`; after: when
-    half of the file is written."""
-    function = getattr(module, name)
+def killed_run(rank, ranks, models, folder, layout):
+    """A run of which rank 1 is killed when the second checkpoint's state is half written."""
+    if rank == 1:
+        write = optimizer._write_part
 
-    def killed(path, *args, **kwargs):
-        if f"checkpoint-{STEPS}" in str(path):
-            if after:
-                function(path, *args, **kwargs)
+        def killed(path, *args, **kwargs):
+            write(path, *args, **kwargs)
+            if f"checkpoint-{STEPS}" in str(path):
                 os.truncate(path, 100)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(path, *args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(module, name, killed)
-
-
-# Phase: rank, module, function of a path.
-KILLS = {
-    "before the state": (0, optimizer, "clear"),
-    "inside a file of the state": (1, optimizer, "_write_part", True),
-    "before the index of the state": (0, optimizer, "write_index"),
-    "before the manifest": (0, saving, "finish"),
-}
-
-
-def killed_run(rank, ranks, models, folder, layout, phase, resume):
-    """A run that is killed when it saves for the second time."""
-    victim, *where = KILLS[phase]
-    if rank == victim:
-        kill_in(*where)
-    return trained(rank, ranks, models, folder, "experts", layout, resume)
-
-
-def assert_killed(ranks, *args):
-    with pytest.raises(AssertionError, match="the process died"):
-        run_ranks(killed_run, ranks, *args, seconds=120)
-    assert is_torn(args[1] / f"checkpoint-{STEPS}")
+        optimizer._write_part = killed
+    return trained(rank, ranks, models, folder, "experts", layout)
 
 
 # ---- resuming
@@ -209,7 +182,9 @@ def four(models, tmp_path_factory):
     """On four ranks: a folder with the checkpoint of a run that was killed as it saved the next
     one, a whole run, and one that goes on after the kill."""
     folder = tmp_path_factory.mktemp("four")
-    assert_killed(4, models, folder / "killed", EP4, "inside a file of the state", None)
+    with pytest.raises(AssertionError, match="the process died"):
+        run_ranks(killed_run, 4, models, folder / "killed", EP4, seconds=120)
+    assert is_torn(folder / "killed" / f"checkpoint-{STEPS}")
     shutil.copytree(folder / "killed" / FIRST, folder / FIRST)
     cases = [
         (models, folder / "whole", "experts", EP4),
@@ -333,19 +308,9 @@ def test_adapters_on_a_sharded_model_go_on(models, tmp_path):
 # ---- the constructor
 
 
-class PlannedSFT(FlexSeqMixin, SFTTrainer):
-    pass
-
-
 class SavesOtherwise(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
-
-
-class SavesWithMore(FlexSeqTrainer):
-    def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
-        self.told = output_dir
 
 
 def constructed(rank, ranks, models, folder):
@@ -354,36 +319,19 @@ def constructed(rank, ranks, models, folder):
     options = {"max_steps": 1, "save_steps": 1}
     only = trainer_of(model, folder / "only", ranks, save_only_model=True, **options)
     only.train()
-    assert only.args.save_only_model
     assert not (folder / "only" / "checkpoint-1" / FOLDER).exists()
-    more = trainer_of(model, folder / "more", ranks, kind=SavesWithMore, **options)
-    more.train()
-    assert more.told == str(folder / "more" / "checkpoint-1")
     with refused("save_on_each_node=True with a model that Distri.*: all ranks", ValueError):
         trainer_of(model, folder, ranks, save_on_each_node=True)
 
-    # TRL makes arguments of its own
-    args = training_arguments(
-        TrainingArguments, folder, batch=1, accumulation=1, save_strategy="steps"
-    )
-    data = Dataset.from_list(documents([5, 9]))
+    # a stock Trainer refuses resuming before the callback is there
     planned = FlexSeqArguments(cost_model="estimate", lookahead=0)
-    sft = PlannedSFT(model, args, train_dataset=data, flexseq_args=planned)
-    assert sft.args is not args
-    assert not args.save_only_model
-    assert not sft.args.save_only_model
-
-    # A stock Trainer refuses before the callback is there
-    with pytest.raises(ValueError, match="Resuming is not supported for models sharded at load"):
-        Trainer(model=model, args=args, train_dataset=data)
-    for kind, is_refused in ((Trainer, False), (SavesOtherwise, True)):
+    for kind in (Trainer, SavesOtherwise):
         args = training_arguments(
             TrainingArguments, folder / "stock", batch=1, accumulation=1, max_steps=1
         )
-        args.save_strategy, args.save_only_model = "steps", True
-        args.save_steps = 1
-        stock = kind(model=model, args=args, train_dataset=data)
-        if is_refused:
+        args.save_strategy, args.save_only_model, args.save_steps = "steps", True, 1
+        stock = kind(model=model, args=args, train_dataset=documents([5, 9]))
+        if kind is SavesOtherwise:
             with refused("SavesOtherwise._save_optimizer_and_scheduler would not be called for"):
                 stock.add_callback(FlexSeqCallback(stock, planned))
             continue
@@ -459,11 +407,6 @@ def of_accelerate(folder):
     (folder / "optimizer.bin").touch()
 
 
-def half_of_a_trainers(folder):
-    without_state(folder)
-    (folder / "optimizer.pt").touch()
-
-
 def of_fewer_parameters(folder):
     path = folder / FOLDER / "index.json"
     index = json.loads(path.read_text())
@@ -480,7 +423,6 @@ CHANGES = {
     lambda folder: (folder / FOLDER / "scheduler.json").unlink(): "but none of the scheduler's$",
     of_fewer_parameters: "has no optimizer state of lm_head.weight, which this run trains$",
     of_accelerate: "has the optimizer.s state in optimizer.bin, which a model that Distributed",
-    half_of_a_trainers: "has the optimizer.s state in optimizer.pt, which a model that Distri",
 }
 
 

@@ -140,17 +140,6 @@ def with_dropout(folder, **settings):
     return stock(folder, model=model, gradient_checkpointing=True, max_steps=3, **settings)
 
 
-def with_noise(folder, **settings):
-    return stock(folder, neftune_noise_alpha=5.0, **settings)
-
-
-def with_prefixes(folder, flexseq, **settings):
-    start = documents([18])[0]["input_ids"]
-    rows = [start + own["input_ids"] for own in documents([7, 9, 11, 6] * 5, seed=1)]
-    rows = [{"input_ids": row, "labels": row} for row in rows]
-    return stock(folder, train_dataset=rows, flexseq=flexseq, **settings)
-
-
 def of_trl(folder, flexseq, **settings):
     settings |= {"max_steps": 2}
     return sft_trainer(SFTTrainer, folder, 6, flexseq=flexseq, settings=settings)
@@ -168,8 +157,6 @@ def with_images(folder, **settings):
 
 KINDS = {
     "dropout": with_dropout,
-    "noise": with_noise,
-    "prefixes": with_prefixes,
     "trl": of_trl,
     "samples": on_samples,
     "images": with_images,
@@ -177,7 +164,6 @@ KINDS = {
 FIRST, SECOND = 0, 1  # steps that fail
 CALLS = {  # in place of SOME
     "dropout": 30,  # 12 of a micro-batch, and 12 of its replay
-    "prefixes": 10,  # of the only one
     ("trl", SECOND): 50,
     ("samples", SECOND): 40,  # of the second pass
 }
@@ -207,7 +193,7 @@ TRIED = [
     ("dropout", "backward", SECOND),
     ("trl", "forward", FIRST),
     ("samples", "backward", SECOND),
-    ("noise", "backward", FIRST),
+    ("samples", "backward", FIRST),
 ]
 
 
