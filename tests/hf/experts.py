@@ -37,7 +37,6 @@ from tests.hf.tiny import (
     any_choice,
     attached,
     documents,
-    errors,
     own_batches,
     random_steps,
     reference_gradients,
@@ -253,30 +252,6 @@ def errors_of_steps(
             found.append(apart)
             engine.planning.fsdp.figures = figures_for(POLICIES[len(found) % len(POLICIES)])
         return worst_of(found)
-
-
-def errors_of_kernel(
-    rank: int,
-    world_size: int,
-    wanted: OneProcess,
-    config: Mapping[str, int],
-    implementation: str,
-    dtype: torch.dtype,
-) -> dict[str, float]:
-    """The largest relative errors of loss and gradients with an implementation of experts in
-    `dtype`: of a step with groups of all degrees, and of one process. Collective over the
-    world."""
-    options = {"experts_implementation": implementation}
-    examples = documents(LENGTHS)
-    alone = wanted.kind.from_pretrained(wanted.path, dtype=dtype, **options).train()
-    loss, gradients = reference_gradients(alone, examples, "eager")
-    of_one = max(errors(loss, gradients, (wanted.loss, wanted.gradients)).values())
-
-    model = spread(wanted.path, wanted.kind, config, dtype, **options)
-    accepts = partial(has_all_degrees, world_size)
-    engine = attached(model, world_size, accepts=accepts)
-    ((_, loss, gradients),) = random_steps(engine, model, own_batches(examples, rank, world_size))
-    return {"one process": of_one, **errors(loss, gradients, (wanted.loss, wanted.gradients))}
 
 
 # ---- trainers

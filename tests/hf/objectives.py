@@ -5,7 +5,6 @@ Both train in one process, one after the other, on the same data with the same r
 that their weights and logs can be compared.
 """
 
-import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +54,7 @@ from tests.hf.trainers import (
     loss_of_squares,
     trained,
     word_tokenizer,
+    zero,
 )
 
 OPTIONS = {"max_tokens_per_rank": 60, "cost_model": "estimate"}
@@ -292,13 +292,7 @@ def make_trainer(
     if case.multiple is not None and config.func is not TrainingArguments:
         settings["pad_to_multiple_of"] = case.multiple
     if case.sharding.startswith("zero"):
-        import deepspeed  # which takes long
-
-        from tests.hf.test_sharding import ZERO
-
-        deepspeed.init_distributed("gloo")
-        stage = {"stage": int(case.sharding[-1]), "stage3_param_persistence_threshold": 0}
-        settings["deepspeed"] = copy.deepcopy(ZERO) | {"zero_optimization": stage}
+        settings["deepspeed"] = zero(int(case.sharding[-1]))
     args = training_arguments(
         config, folder / "out", batch=batch, accumulation=case.accumulation, **settings
     )

@@ -1,6 +1,5 @@
 """Every method of PEFT trains as under the plain trainers, or is refused by name."""
 
-import copy
 import warnings
 from dataclasses import fields
 from functools import partial
@@ -19,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, SFTTrainer
 
 from hf_flexseq.base.versions import untested
 from hf_flexseq.hf.model import adapters
-from hf_flexseq.hf.model.adapters import EXACT, REFUSED, term_of_step, unsuitable_adapter
+from hf_flexseq.hf.model.adapters import EXACT, REFUSED, unsuitable_adapter
 from tests.differential.case import Case
 from tests.differential.runs import both, here, run
 from tests.hf.objectives import pairs
@@ -277,20 +276,6 @@ def test_an_unknown_method_of_tokens_trains_exactly_and_one_of_rows_is_refused(
     assert weights_apart(*here(case, tmp_path)) < 1e-10
     with refused("NEW of PEFT, which is in no table .*the first module whose output differs"):
         trainer_of(Trainer, tmp_path, model=new_adapter(monkeypatch, mixes=True), flexseq={})
-
-
-def test_a_copy_of_a_model_with_adalora_runs_its_own_weights():
-    model = adapted("ADALORA")
-    ids = torch.arange(5).unsqueeze(0)
-    hooks = term_of_step(model)
-    average = copy.deepcopy(model)  # as a callback makes one while the model is attached
-    with torch.no_grad():
-        average.get_output_embeddings().weight.zero_()
-    assert not average(input_ids=ids).logits.any()
-    assert model(input_ids=ids).logits.any()
-    hooks.close()
-    assert not model.base_model._forward_hooks
-    assert not model.base_model._forward_pre_hooks
 
 
 # ---- training

@@ -136,12 +136,6 @@ def test_a_change_alone_trains_as_the_stock_trainer_or_is_refused(tmp_path, chan
 # ---- the draws and the verdicts themselves
 
 
-def test_a_seed_is_always_the_same_draw_of_one_line():
-    assert draw(17) == draw(17)
-    assert str(draw(17)) != str(draw(18))
-    assert "\n" not in str(draw(17))
-
-
 def test_the_draws_of_a_night_have_every_option_change_and_way():
     cases = [draw(seed) for seed in range(DRAWS)]
     options = {name for one in (*ALWAYS, *SOMETIMES) for value in one.values for name in value}

@@ -13,14 +13,14 @@ from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
-from hf_flexseq.hf.engine.loaders import LongestLoader, without_repeats
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
+from hf_flexseq.hf.engine.loaders import without_repeats
 from tests.budget import others_nightly
 from tests.hf.test_mixin import tokenizer
 from tests.hf.test_trainer import flexseq_trainer, float64_loss, logged, padded, update_error
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
 from tests.hf.trainers import trainer_of
-from tests.ranks import join, run_cases, run_ranks, run_threads
+from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(21)]
 
@@ -119,16 +119,6 @@ def test_without_even_batches_every_sample_is_used_once(tmp_path):
         assert steps == 2
 
 
-def reported_length(rank, world_size, loaders):
-    loader = LongestLoader.over(loaders[rank], join())
-    return len(loader) if hasattr(loader, "__len__") else None
-
-
-def test_a_stream_on_one_rank_leaves_no_rank_waiting():
-    assert run_threads(reported_length, 2, [[1, 2], [1, 2, 3]]) == [3, 3]
-    assert run_threads(reported_length, 2, [[1, 2], iter([1, 2, 3])]) == [2, None]
-
-
 # ---- a chain of loaders
 
 
@@ -220,45 +210,6 @@ def test_a_loop_draws_from_the_host_whether_the_loader_or_the_model_was_first(is
     assert len(losses) == 2
     assert all(map(math.isfinite, losses))
     assert dataloader.device == META
-
-
-class TrainerOfMeta(FlexSeqTrainer):
-    """A Trainer whose loaders put batches on `meta`."""
-
-    def get_train_dataloader(self):
-        self.loader = leaving_for_meta(super().get_train_dataloader())
-        return self.loader
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        self.eval_loader = leaving_for_meta(super().get_eval_dataloader(eval_dataset))
-        return self.eval_loader
-
-
-@pytest.mark.slow
-def test_a_trainer_trains_resumes_and_evaluates_from_the_host(tmp_path):
-    data = documents(SHORT * 4)
-
-    def trainer():
-        return flexseq_trainer(
-            tmp_path,
-            kind=TrainerOfMeta,
-            train_dataset=data,
-            eval_dataset=data[:3],
-            lookahead=0,
-            max_steps=2,
-            save_strategy="steps",
-            save_steps=1,
-        )
-
-    first = trainer()
-    assert math.isfinite(first.evaluate()["eval_loss"])
-    assert math.isfinite(first.train().training_loss)
-    assert math.isfinite(first.evaluate()["eval_loss"])
-    again = trainer()
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    for done in (first, again):
-        assert done.loader.device == META
-    assert first.eval_loader.device == META
 
 
 class Drawing(IterableDataset):

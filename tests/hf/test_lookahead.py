@@ -61,30 +61,6 @@ def by_level(examples):
     return padded([{name: e[name][: 2 + 3 * LEVELS["level"]] for name in e} for e in examples])
 
 
-class Sampler:
-    """Gives one sample more often the more steps have been taken."""
-
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __iter__(self):
-        for index in range(len(LENGTHS)):
-            yield (index * LEVELS["level"]) % len(LENGTHS)
-
-
-class Sampling(Trainer):
-    def _get_train_sampler(self, *args):
-        return Sampler()
-
-
-class Lengthens(Trainer):
-    """Lengthens the rows of its list in every step."""
-
-    def training_step(self, *args, **options):
-        lengthen(self.train_dataset)
-        return super().training_step(*args, **options)
-
-
 def lengthen(rows):
     for row in rows:
         for values in row.values():
@@ -110,9 +86,7 @@ CASES = {
     "dataset": r"\(Levels of yours is in the dataset\)",
     "random numbers": "since train_dataset draws from torch's random numbers",
     "collator": r"\(by_level of yours is in the data_collator\)",
-    "sampler": r"\(Sampler of yours is in the batch sampler\)",
     "callback": r"\(the callback Grows is yours\)",
-    "trainer": r"\(the trainer's class Lengthens is yours\)",
     "transform": r"<lambda> of yours is in the dataset\)",
 }
 
@@ -143,9 +117,7 @@ def made(case, flex, folder):
         "dataset": {"train_dataset": Levels(), "callbacks": [Raise()]},
         "random numbers": {"train_dataset": Random(), "callbacks": [Draws()]},
         "collator": {"data_collator": by_level, "callbacks": [Raise()]},
-        "sampler": {"base": Sampling, "callbacks": [Raise()]},
         "callback": {"train_dataset": documents(LENGTHS), "callbacks": [Grows()]},
-        "trainer": {"base": Lengthens, "train_dataset": documents(LENGTHS)},
         "transform": {"callbacks": [Raise()], "remove_unused_columns": False},
     }[case]
     if case == "transform":

@@ -18,10 +18,12 @@ from hf_flexseq.memory.pages import MIB, HostMemoryFull
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan.memory import MemoryChoice
 from tests.budget import others_nightly
-from tests.differential.case import sft_trainer
+from tests.differential.case import Case, sft_trainer
+from tests.differential.runs import run
+from tests.hf import objectives
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.objectives import BOUNDS, Case, assert_alike, compare, save_inputs
+from tests.hf.objectives import BOUNDS, assert_alike, compare, save_inputs
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import FAMILIES, keep_float64, make_model, plans_across
 from tests.hf.test_reach import LENGTHS as REACH_LENGTHS
@@ -114,18 +116,16 @@ def compared_under_choices(rank, world_size, folder, case):
 @pytest.mark.processes
 def test_pairs_and_adapters_train_as_the_plain_trainer_does_under_any_choices(tmp_path):
     save_inputs(tmp_path)
-    case = Case(kind="dpo", steps=4, adapter="new")
+    case = objectives.Case(kind="dpo", steps=4, adapter="new")
     for apart, stores in run_ranks(compared_under_choices, 2, tmp_path, case, seconds=150):
         assert_alike(apart, weights=BOUNDS["dpo"])
         assert stores == 1
 
 
 def zero_under_choices(rank, world_size, folder, chooses):
-    from tests.hf.test_sharding import zero_run  # DeepSpeed need not be installed elsewhere
-
+    case = Case(model=partial(tiny_llama, torch.float32), settings={"learning_rate": 0.1}, stage=3)
     with any_choices(SIZES["num_hidden_layers"]) if chooses else nullcontext():
-        found, *_ = zero_run(rank, world_size, folder, 3, 1, False, max_steps=3)
-    return found
+        return run(rank, world_size, case, folder).weights
 
 
 @pytest.mark.processes

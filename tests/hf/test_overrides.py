@@ -46,10 +46,11 @@ def functions_of(*classes):
 def make(base, folder, *, how="mixin", model=None, collator=padded, callbacks=(), **options):
     """A trainer of the user's class `base`, behind the mixin or switched on by a callback."""
     defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = trainer_of(
+    return trainer_of(
         base,
         folder,
-        flexseq=OPTIONS if how == "mixin" else None,
+        flexseq=None if how == "stock" else OPTIONS,
+        callback=how == "callback",
         batch=4,
         accumulation=options.pop("gradient_accumulation_steps", 2),
         model=model or tiny_llama(),
@@ -58,9 +59,6 @@ def make(base, folder, *, how="mixin", model=None, collator=padded, callbacks=()
         callbacks=list(callbacks),
         **{**defaults, **options},
     )
-    if how == "callback":
-        trainer.add_callback(FlexSeqCallback(trainer, FlexSeqArguments(**OPTIONS)))
-    return trainer
 
 
 # ---- the list

@@ -271,26 +271,6 @@ def test_a_model_that_counts_is_refused_with_module_and_line(module, line):
         check_model(llama_with(module))
 
 
-class LooksForPositions(transformers.LlamaForCausalLM):
-    def forward(self, input_ids, **kwargs):
-        if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
-        return super().forward(input_ids, **kwargs)
-
-
-class Counts(transformers.LlamaForCausalLM):
-    def forward(self, input_ids, **kwargs):
-        kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
-        return super().forward(input_ids, **kwargs)
-
-
-def test_positions_that_are_given_need_not_be_counted():
-    check_model(LooksForPositions(tiny_llama().config))
-    packed = "packed rows with cu_seqlens or seq_lengths need no module of their own"
-    with refused(rf"the model \(Counts\) counts positions itself.*from position_ids; {packed}"):
-        check_model(Counts(tiny_llama().config))
-
-
 def test_positions_behind_a_padding_index_are_refused():
     model = tiny_llama()
     model.model.embed_positions = Kosmos2_5TextSinusoidalPositionalEmbedding(8, 16, padding_idx=1)

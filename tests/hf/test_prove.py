@@ -25,7 +25,6 @@ from hf_flexseq.prove.pinned import pin_routers
 from hf_flexseq.prove.subject import model_of, with_router_loss
 from hf_flexseq.prove.trained import call_alone, step_alone
 from hf_flexseq.steps.differences import StepOutcome, difference
-from hf_flexseq.steps.images import UnsupportedImages
 from tests.budget import others_nightly
 from tests.ranks import run_ranks
 
@@ -163,20 +162,6 @@ def test_images_are_drawn_in_the_form_that_a_model_takes(name):
     step = step_alone(model, rows)
     of_tower = [name for name in step.gradients if "vis" in name and "pos" not in name]
     assert any(step.gradients[name].any() for name in of_tower)
-
-
-@pytest.mark.slow
-def test_models_whose_images_cannot_be_drawn_say_why():
-    for options, reason in (
-        ({}, "its configuration has no vision_config"),
-        ({"vision_config": {"model_type": "gemma4_vision"}}, None),
-    ):
-        model = vision_model("Gemma4ForConditionalGeneration", options)
-        if reason is None:
-            assert "image_position_ids" in drawn_images(model, call_alone).draw(0)
-            continue
-        with pytest.raises(UnsupportedImages, match=reason):
-            drawn_images(model, call_alone)
 
 
 def test_the_router_loss_is_that_of_all_documents_and_as_large_as_the_other():

@@ -5,20 +5,21 @@
 PEFT imports bitsandbytes wherever it is installed, which takes seconds in every process.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer
 
-from tests.hf.test_sharding import ZERO
+from tests.differential.case import Case
+from tests.differential.runs import both
 from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import tiny_llama, with_torch_norms
-from tests.hf.trainers import trained, trainer_of, weights_apart
-from tests.ranks import run_cases
+from tests.hf.trainers import trainer_of, weights_apart
 
 needs_bitsandbytes = pytest.mark.kernels
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
-BITS = (4, 8)
 FOUR = {
     "load_in_4bit": True,
     "bnb_4bit_quant_type": "nf4",
@@ -52,58 +53,43 @@ def with_adapters(model):
     return get_peft_model(model, config)
 
 
-def make_trainer(folder, bits, flexseq, batch):
-    """A trainer of five steps. All that is not quantized is in float64, so that adapters do not
-    round to more than their updates."""
+def adapted(folder, bits):
+    """All that is not quantized is in float64, so that adapters do not round to more than their
+    updates."""
     model = with_adapters(with_torch_norms(load(folder, bits)))
     for parameter in model.parameters():
         if parameter.dtype == torch.float32:
             parameter.data = parameter.data.double()
-    if flexseq is None:
-        model.get_base_model().loss_function = float64_loss
-    settings = {"train_dataset": dataset(20), "max_steps": 5}
-    return trainer_of(Trainer, folder, model=model, flexseq=flexseq, batch=batch, **settings)
-
-
-def run(rank, world_size, folder, bits):
-    return trained(make_trainer(folder, bits, {}, 2))
+    return model
 
 
 @needs_bitsandbytes
 @pytest.mark.processes
 def test_two_ranks_train_adapters_as_the_plain_trainer_does(tmp_path):
     save_model(tmp_path)
-    by_bits = run_cases(run, 2, [(tmp_path, bits) for bits in BITS], seconds=150)
-    for bits, by_rank in zip(BITS, by_bits, strict=True):
-        stock = trained(make_trainer(tmp_path, bits, None, 4))
+    settings = {"train_dataset": dataset(20), "max_steps": 5}
+    cases = {
+        bits: Case(
+            model=partial(adapted, tmp_path, bits), settings=settings, stock_loss=float64_loss
+        )
+        for bits in (4, 8)
+    }
+    for bits, stock, by_rank in both(cases, tmp_path, seconds=150):
         for ours in by_rank:
             assert weights_apart(stock, ours) < 1e-9, bits
-
-
-def run_under_zero(rank, world_size, folder, stage):
-    import deepspeed  # which takes long
-
-    deepspeed.init_distributed("gloo")
-    sharding = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return trained(
-        make_float32_trainer(folder, {}, 2, deepspeed=ZERO | {"zero_optimization": sharding})
-    )
-
-
-def make_float32_trainer(folder, flexseq, batch, **settings):
-    """A trainer of layers of 4 bits whose steps are so large that adapters hardly round."""
-    settings |= {"train_dataset": dataset(20), "max_steps": 3, "learning_rate": 3.0}
-    model = with_adapters(load(folder, 4))
-    return trainer_of(Trainer, folder, model=model, flexseq=flexseq, batch=batch, **settings)
 
 
 @needs_bitsandbytes
 @pytest.mark.processes
 def test_zero_shards_layers_of_4_bits(tmp_path):
+    """With steps that are so large that adapters hardly round."""
     save_model(tmp_path)
-    stock = trained(make_float32_trainer(tmp_path, None, 4))
-    by_stage = run_cases(run_under_zero, 2, [(tmp_path, stage) for stage in (2, 3)], seconds=150)
-    for by_rank in by_stage:
+    settings = {"train_dataset": dataset(20), "learning_rate": 3.0}
+    cases = {
+        stage: Case(model=lambda: with_adapters(load(tmp_path, 4)), settings=settings, stage=stage)
+        for stage in (2, 3)
+    }
+    for _, stock, by_rank in both(cases, tmp_path, seconds=150):
         for ours in by_rank:
             # in float32; 5.8e-6 as under DDP, where layers that are not quantized end 3.6e-6 away
             assert weights_apart(stock, ours) < 1e-5

@@ -6,12 +6,10 @@ DeepSpeed takes no float64 parameters, so both sides are float32; the larger lea
 the rounding of the weights themselves, which both sides have, small beside the update.
 """
 
-import copy
-import functools
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
-import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
@@ -33,15 +31,16 @@ from hf_flexseq.hf.model.sharding import is_fsdp2, replicas
 from hf_flexseq.hf.model.small import small_model
 from tests import budget
 from tests.budget import others_nightly
+from tests.differential.case import Case
+from tests.differential.runs import both, stock_run
 from tests.hf.test_exactness import LENGTHS
-from tests.hf.test_trainer import flexseq_trainer, logged, plain_run, update_error
+from tests.hf.test_trainer import dataset, flexseq_trainer
 from tests.hf.tiny import (
     SIZES,
     RandomPlanEngine,
     documents,
     errors,
     loadable,
-    noting_figures,
     own_batches,
     reference_gradients,
     sharded,
@@ -49,96 +48,43 @@ from tests.hf.tiny import (
     tiny_llama,
     whole_gradients,
 )
-from tests.hf.trainers import distance, weights_of
+from tests.hf.trainers import Run, assert_logged_alike, distance, weights_apart, weights_of, zero
 from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
 
-LEARNING_RATE = 0.1
-
-ZERO = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-    "communication_data_type": "fp32",
-}
+small_llama = partial(tiny_llama, torch.float32)
+LARGE = {"learning_rate": 0.1}
 
 
-def small_llama():
-    return tiny_llama(torch.float32)
+def assert_equal_to_plain(stock, ours):
+    assert weights_apart(stock, ours) < 2e-6
+    assert_logged_alike(stock, ours, ["loss"], rel=1e-5)
+    assert_logged_alike(stock, ours, ["grad_norm"], rel=1e-4)
 
 
-def zero_run(
-    rank,
-    world_size,
-    folder,
-    stage,
-    accumulation,
-    checkpointing,
-    make=small_llama,
-    batch=2,
-    lookahead=0,
-    **settings,
-):
-    """Weights; log, with the figures of all steps behind it; and how often DeepSpeed stepped its
-    optimizer. make: returns the model. settings: further arguments of the trainer."""
-    model = make()  # before the settings, which make transformers draw other weights
-    deepspeed.init_distributed("gloo")
-    config = copy.deepcopy(ZERO) | {
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}
+def plain_case(batch, **options):
+    return Case(model=small_llama, settings=LARGE, batch=batch, **options)
+
+
+def test_zero_equals_the_plain_trainer(tmp_path):
+    replayed = LARGE | {"gradient_checkpointing": True}
+    cases = {
+        "zero2": plain_case(4, accumulation=2, stage=2),
+        "zero3": replace(
+            plain_case(6, accumulation=3, stage=3), settings=replayed, flexseq={"lookahead": 2}
+        ),
     }
-    trainer = flexseq_trainer(
-        folder,
-        batch=batch,
-        accumulation=accumulation,
-        model=model,
-        optim="sgd",
-        learning_rate=LEARNING_RATE,
-        deepspeed=config,
-        gradient_checkpointing=checkpointing,
-        lookahead=lookahead,
-        **settings,
-    )
-    steps = noting_figures(trainer)
-    trainer.train()
-    log = [*trainer.state.log_history, *steps]
-    return weights_of(model), log, trainer.model_wrapped.global_steps
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """What `plain_run` returns, by samples of a step."""
-    options = {"dtype": torch.float32, "learning_rate": LEARNING_RATE}
-    folder = tmp_path_factory.mktemp("plain")
-    return functools.cache(lambda samples: plain_run(folder, batch=samples, **options))
-
-
-def assert_equal_to_plain(found, log, plain):
-    before, wanted, history = plain
-    assert update_error(before, wanted, found) < 2e-6
-    assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-5)
-    assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-4)
-
-
-def test_zero_equals_the_plain_trainer(tmp_path, plain):
-    # stage, accumulation, checkpointing, and the steps that are planned ahead
-    runs = [(2, 2, False, 0), (3, 3, True, 2)]
-    cases = [(tmp_path, *run, small_llama, 1, ahead) for *run, ahead in runs]
-    by_case = run_cases(zero_run, 2, cases, seconds=150)
-    for (_, accumulation, *_), results in zip(runs, by_case, strict=True):
-        for found, log, steps in results:
-            assert steps == budget.trainer_steps
-            assert_equal_to_plain(found, log, plain(2 * accumulation))
+    for _, stock, by_rank in both(cases, tmp_path, seconds=150):
+        for ours in by_rank:
+            assert_equal_to_plain(stock, ours)
 
 
 def fsdp2_run(
     rank, world_size, folder, config, accumulation, checkpointing, lookahead, cost_model
 ):
-    """Weights, log, optimizer steps and the policies taken under FSDP2, sharded by transformers at
-    load."""
+    """A run, steps of the optimizer, and policies under FSDP2, sharded by transformers at load."""
     model = LlamaForCausalLM.from_pretrained(
         folder / "model", distributed_config=DistributedConfig(**config), dtype=torch.float32
     )
@@ -149,15 +95,17 @@ def fsdp2_run(
         accumulation=accumulation,
         model=model,
         callbacks=[CountedUpdates(updates)],
+        train_dataset=dataset(16),
         optim="sgd",
-        learning_rate=LEARNING_RATE,
+        **LARGE,
         gradient_checkpointing=checkpointing,
         cost_model=cost_model,
         lookahead=lookahead,
     )
     trainer.train()
     policies = trainer.flexseq.planning.fsdp.taken
-    return weights_of(model), trainer.state.log_history, len(updates), policies
+    run = Run(start={}, weights=weights_of(model), log=trainer.state.log_history)
+    return run, len(updates), policies
 
 
 class CountedUpdates(TrainerCallback):
@@ -181,7 +129,7 @@ FSDP2_RUNS = {
 
 
 @pytest.mark.parametrize("world_size", budget.others_nightly(FSDP2_RUNS, tried=[2]))
-def test_fsdp2_equals_the_plain_trainer(tmp_path, plain, world_size):
+def test_fsdp2_equals_the_plain_trainer(tmp_path, world_size):
     tiny_llama(torch.float32).save_pretrained(tmp_path / "model")
     scarce = str(tmp_path / "cost.json")
     replace(PRESETS["llama-3.1-8b-h200"], budget_bytes=1.0).save(scarce)
@@ -191,13 +139,14 @@ def test_fsdp2_equals_the_plain_trainer(tmp_path, plain, world_size):
     ]
     by_case = run_cases(fsdp2_run, world_size, cases, seconds=150)
     for (_, _, accumulation, *_, cost_model), results in zip(cases, by_case, strict=True):
-        for found, log, updates, policies in results:
+        stock = stock_run(plain_case(world_size * accumulation), tmp_path)
+        for ours, updates, policies in results:
             assert updates == budget.trainer_steps
             if cost_model == scarce:
                 assert policies == {PLAIN}
             else:
                 assert FsdpPolicy(reduces_each=False, regathers=False) in policies
-            assert_equal_to_plain(found, log, plain(world_size * accumulation))
+            assert_equal_to_plain(stock, ours)
 
 
 def losses_of_tied(rank, world_size, folder, vocabulary):
@@ -270,20 +219,13 @@ def test_buffers_that_transformers_leaves_unwritten_are_refused(tmp_path):
 
 
 OF_LOOP = [1 + (i * i * 7) % 60 for i in range(24)]
-STAGES = {
-    1: {"stage": 1},
-    2: {"stage": 2},
-    3: {"stage": 3, "stage3_param_persistence_threshold": 0},
-}
 
 
 def accelerator_of(stage):
     """Of ZeRO on CPUs, or of DDP without a stage."""
     if stage is None:
         return Accelerator(cpu=True)
-    deepspeed.init_distributed("gloo")
-    settings = {"zero_optimization": STAGES[stage], "train_micro_batch_size_per_gpu": 1}
-    plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(ZERO) | settings)
+    plugin = DeepSpeedPlugin(hf_ds_config=zero(stage) | {"train_micro_batch_size_per_gpu": 1})
     PartialState(cpu=True)  # accelerate looks for GPUs otherwise
     return Accelerator(deepspeed_plugin=plugin)
 
@@ -318,7 +260,7 @@ def loop(rank, world_size, stage, accumulation):
     return start, weights_of(accelerator.unwrap_model(model)), held_out
 
 
-@pytest.mark.parametrize("stage", others_nightly(STAGES, tried=[3]))
+@pytest.mark.parametrize("stage", others_nightly([1, 2, 3], tried=[3]))
 @pytest.mark.parametrize("accumulation", others_nightly([1, 2], tried=[2]))
 def test_a_loop_trains_as_under_ddp(stage, accumulation):
     start, wanted, loss = run_ranks(loop, 2, None, accumulation)[0]

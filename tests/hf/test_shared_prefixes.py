@@ -278,20 +278,9 @@ def test_a_loop_of_your_own_shares_prefixes_where_its_model_has_no_code_of_yours
         (None, {"planner": "zeppelin"}, "planner='zeppelin' plans rows"),
         (lambda model: setattr(model, "extra", nn.Dropout(0.1)), {}, "extra draws dropout"),
         (
-            lambda model: setattr(model.config, "router_jitter_noise", 0.1),
-            {},
-            "config.router_jitter_noise=0.1 adds noise",
-        ),
-        (
             lambda model: setattr(model.config, "ffn_config", {"moe_jitter_eps": 0.01}),
             {},
             "config.ffn_config.moe_jitter_eps=0.01 adds noise",
-        ),
-        (lambda model: setattr(model.config, "resid_pdrop", 0.2), {}, "config.resid_pdrop=0.2"),
-        (
-            lambda model: setattr(model.config, "drop_path_rate", 0.1),
-            {},
-            "config.drop_path_rate=0.1 adds noise",
         ),
         (lambda model: setattr(model, "extra", nn.Dropout(0.0)), {}, None),
     ],

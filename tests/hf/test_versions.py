@@ -15,9 +15,7 @@ from hf_flexseq.base import versions
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.loss_kinds import reads_logits_of_all_tokens, reads_sums
 from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS
-from hf_flexseq.hf.model.tower_trial import try_features
 from hf_flexseq.hf.refusals.trainer import check_trainer
-from hf_flexseq.steps.images import UnsupportedImages
 from tests.differential.case import sft_trainer
 from tests.hf.test_checks import make_trainer
 from tests.hf.tiny import SIZES, refused
@@ -163,11 +161,3 @@ def test_models_that_are_sharded_at_load_are_refused(older, size):
     model.config.distributed_config = SimpleNamespace(**{size: 2})
     with refused(f"{size}=2 of DistributedConfig: it needs transformers 5.23, and 5.22.2 is"):
         check_model(model)
-
-
-def test_a_model_without_features_names_the_version_that_has_them(older):
-    older(transformers="5.16.1")
-    ends = {None: "mm_encoder_outputs$", 7: "it needs transformers 5.18, and 5.16.1 is"}
-    for token, end in ends.items():
-        with refused(end, UnsupportedImages):
-            try_features(llama(image_token_id=token))

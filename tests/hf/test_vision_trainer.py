@@ -1,11 +1,9 @@
 """FlexSeqTrainer on examples with images trains as the plain Trainer does: two ranks with two
 examples each against one process with four, whose mean over a batch is the step's token mean."""
 
-import copy
 import json
 from typing import Any
 
-import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from transformers import Trainer
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqTrainer
 from tests.budget import others_nightly
 from tests.hf.test_metrics import at_tokens, best
-from tests.hf.test_sharding import ZERO
 from tests.hf.test_trainer import logged
 from tests.hf.trainers import (
     assert_logged_alike,
@@ -25,6 +22,7 @@ from tests.hf.trainers import (
     trainer_of,
     weights_apart,
     weights_of,
+    zero,
 )
 from tests.hf.vision import tiny_vision_model, vision_examples
 from tests.hf.vision_families import IMAGE
@@ -47,7 +45,7 @@ SETTINGS = {
     "zero2": {},
     "zero3": {},
 }
-STAGES = {"zero2": {"stage": 2}, "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+STAGES = {"zero2": 2, "zero3": 3}
 
 
 def with_pixels(examples):
@@ -85,8 +83,7 @@ def make_trainer(kind: str, folder: Any, *, ours: bool) -> Any:
     model = model_of(kind)  # before DeepSpeed's settings, which make transformers draw others
     settings = dict(SETTINGS[kind])
     if kind in STAGES and ours:
-        deepspeed.init_distributed("gloo")
-        settings["deepspeed"] = copy.deepcopy(ZERO | {"zero_optimization": STAGES[kind]})
+        settings["deepspeed"] = zero(STAGES[kind])
     return trainer_of(
         FlexSeqTrainer if ours else Trainer,
         folder,
