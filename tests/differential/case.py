@@ -10,7 +10,7 @@ from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
 from tests import budget
-from tests.hf.test_trainer import dataset
+from tests.hf.plain import dataset
 from tests.hf.tiny import tiny_llama
 from tests.hf.trainers import trainer_of, word_tokenizer, zero
 

@@ -28,11 +28,11 @@ from hf_flexseq.plan import Plan
 from tests.differential.case import sft_trainer
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import HEADS, Case, make_trainer
+from tests.hf.plain import dataset
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.test_reach import COEFFICIENT, keep_float64, make_model
 from tests.hf.test_router import router_loss_of
 from tests.hf.test_sharding import figures_for
-from tests.hf.test_trainer import dataset
 from tests.hf.tiny import (
     any_choice,
     attached,

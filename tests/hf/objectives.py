@@ -44,7 +44,7 @@ from trl import (
 
 from hf_flexseq import FlexSeqArguments
 from tests.differential.runs import begin_anew
-from tests.hf.test_trainer import dataset, padded, training_arguments
+from tests.hf.plain import dataset, padded, training_arguments
 from tests.hf.tiny import VOCAB, loadable, tiny_llama
 from tests.hf.trainers import (
     Difference,

@@ -22,7 +22,7 @@ from hf_flexseq.hf.model.adapters import EXACT, REFUSED, unsuitable_adapter
 from tests.differential.case import Case
 from tests.differential.runs import both, here, run
 from tests.hf.objectives import pairs
-from tests.hf.test_trainer import dataset, float64_loss
+from tests.hf.plain import dataset, float64_loss
 from tests.hf.tiny import refused, tiny_llama
 from tests.hf.trainers import trainer_of, weights_apart, word_tokenizer
 

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.test_trainer import padded
+from tests.hf.plain import padded
 from tests.hf.tiny import VOCAB, tiny_gpt2, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
 from tests.ranks import run_cases

@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from hf_flexseq.steps import rank_step as steps
 from hf_flexseq.steps.stopwatch import Stopwatch
+from tests.hf.plain import dataset, flexseq_trainer
 from tests.hf.test_nonfinite import PARAMETER, STEPS, loop
-from tests.hf.test_trainer import dataset, flexseq_trainer
 
 # ---- a device that works behind the host
 

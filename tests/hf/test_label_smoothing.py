@@ -8,7 +8,7 @@ from trl import SFTTrainer
 
 from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import both, stock_run
-from tests.hf.test_trainer import dataset
+from tests.hf.plain import dataset
 from tests.hf.tiny import tiny_llama
 from tests.hf.trainers import (
     OwnLoss,

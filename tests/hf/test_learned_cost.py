@@ -16,7 +16,7 @@ from hf_flexseq.hf.trainer import synthetic_run as command
 from hf_flexseq.steps.learned_cost import LearnedCost, versions_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.costs import rings
-from tests.hf.test_trainer import flexseq_trainer
+from tests.hf.plain import flexseq_trainer
 from tests.hf.tiny import documents, tiny_llama
 from tests.plans import group, plan_of_groups
 from tests.ranks import join, run_threads

@@ -16,8 +16,8 @@ from transformers import Trainer
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import without_repeats
 from tests.budget import others_nightly
+from tests.hf.plain import flexseq_trainer, float64_loss, logged, padded, update_error
 from tests.hf.test_mixin import tokenizer
-from tests.hf.test_trainer import flexseq_trainer, float64_loss, logged, padded, update_error
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
 from tests.hf.trainers import trainer_of
 from tests.ranks import run_cases, run_ranks

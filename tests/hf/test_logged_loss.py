@@ -19,7 +19,7 @@ from tests.hf.objectives import (
     make_trainer,
     run_case,
 )
-from tests.hf.test_trainer import dataset, float64_loss, logged
+from tests.hf.plain import dataset, float64_loss, logged
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.hf.trainers import assert_logged_alike, difference, trained, trainer_of, weights_apart
 from tests.ranks import run_ranks

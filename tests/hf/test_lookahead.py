@@ -18,7 +18,7 @@ from hf_flexseq.config import LOOKAHEAD
 from hf_flexseq.hf.engine.lookahead import own_code_of_data
 from tests.budget import others_slow
 from tests.differential.case import sft_trainer
-from tests.hf.test_trainer import float64_loss, padded
+from tests.hf.plain import float64_loss, padded
 from tests.hf.tiny import documents
 from tests.hf.trainers import trained, trainer_of, weights_apart
 from tests.hf.trainers import word_tokenizer as tokenizer

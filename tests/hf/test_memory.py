@@ -24,6 +24,7 @@ from tests.hf import objectives
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import BOUNDS, assert_alike, compare, save_inputs
+from tests.hf.plain import flexseq_trainer
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import FAMILIES, keep_float64, make_model, plans_across
 from tests.hf.test_reach import LENGTHS as REACH_LENGTHS
@@ -35,7 +36,6 @@ from tests.hf.test_remat import (
     loss_of,
     make_context,
 )
-from tests.hf.test_trainer import flexseq_trainer
 from tests.hf.tiny import (
     SIZES,
     any_choice,

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArgume
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.test_trainer import float64_loss, logged
+from tests.hf.plain import float64_loss, logged
 from tests.hf.tiny import documents, reference_loss, refused, tiny_llama
 from tests.hf.trainers import OwnLoss, trainer_of
 from tests.ranks import run_cases

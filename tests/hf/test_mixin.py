@@ -13,7 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
 from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import run, stock_run
-from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
+from tests.hf.plain import OPTIONS, dataset, logged, padded, training_arguments
 from tests.hf.tiny import tiny_llama
 from tests.hf.trainers import assert_logged_alike, trained, weights_apart
 from tests.hf.trainers import word_tokenizer as tokenizer

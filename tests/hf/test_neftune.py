@@ -17,8 +17,8 @@ from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import run, stock_run
+from tests.hf.plain import dataset, float64_loss
 from tests.hf.test_exactness import LENGTHS
-from tests.hf.test_trainer import dataset, float64_loss
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,

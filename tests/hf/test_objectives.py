@@ -29,8 +29,8 @@ from tests.hf.objectives import (
     prompts,
     save_inputs,
 )
+from tests.hf.plain import logged
 from tests.hf.test_resume import KilledAfter
-from tests.hf.test_trainer import logged
 from tests.hf.tiny import VOCAB, noting_figures, refused, tiny_llama
 from tests.hf.trainers import difference, distance, trained, trainer_of, word_tokenizer
 from tests.ranks import run_cases, run_ranks

@@ -12,8 +12,8 @@ from trl.trainer.base_trainer import _BaseTrainer
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqTrainer
 from hf_flexseq.hf.refusals.overrides import RULES, Standing
 from hf_flexseq.steps.users_code import is_known, users_method
+from tests.hf.plain import dataset, padded
 from tests.hf.test_own_losses import Focal
-from tests.hf.test_trainer import dataset, padded
 from tests.hf.tiny import refused, tiny_llama
 from tests.hf.trainers import trainer_of
 

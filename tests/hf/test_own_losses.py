@@ -21,9 +21,9 @@ from hf_flexseq.kernels.token_outputs import token_outputs
 from hf_flexseq.steps.figure_passes import FigurePasses
 from tests.differential.case import Case
 from tests.differential.runs import both_on_ranks
+from tests.hf.plain import float64_loss, padded
 from tests.hf.test_checks import OwnLoss
 from tests.hf.test_metrics import scaled
-from tests.hf.test_trainer import float64_loss, padded
 from tests.hf.tiny import VOCAB, documents, refused, tiny_llama, whole
 from tests.hf.trainers import assert_logged_alike, trained, trainer_of, weights_apart
 from tests.ranks import run_cases

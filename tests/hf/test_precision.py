@@ -11,7 +11,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from tests.hf.test_trainer import dataset, logged
+from tests.hf.plain import dataset, logged
 from tests.hf.tiny import tiny_llama
 from tests.hf.trainers import trainer_of
 from tests.ranks import run_cases, run_ranks

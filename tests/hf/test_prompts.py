@@ -17,8 +17,8 @@ from hf_flexseq import FlexSeqEngine
 from hf_flexseq.hf.model.adapters import unsuitable_prompt
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import both
+from tests.hf.plain import float64_loss, padded
 from tests.hf.test_exactness import LENGTHS
-from tests.hf.test_trainer import float64_loss, padded
 from tests.hf.tiny import (
     attached,
     documents,

@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer
 
 from tests.differential.case import Case
 from tests.differential.runs import both
-from tests.hf.test_trainer import dataset, float64_loss
+from tests.hf.plain import dataset, float64_loss
 from tests.hf.tiny import tiny_llama, with_torch_norms
 from tests.hf.trainers import trainer_of, weights_apart
 

@@ -20,7 +20,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from tests.hf.test_trainer import flexseq_trainer
+from tests.hf.plain import flexseq_trainer
 from tests.hf.tiny import VOCAB, sharded, tiny_llama, weights, whole
 from tests.plans import group
 from tests.ranks import run_cases

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from hf_flexseq.checkpoints import files
 from hf_flexseq.checkpoints.manifest import is_torn
 from hf_flexseq.hf.engine import cost_source
-from tests.hf.test_trainer import flexseq_trainer, logged
+from tests.hf.plain import flexseq_trainer, logged
 from tests.hf.tiny import documents, tiny_llama
 from tests.hf.trainers import zero
 from tests.ranks import run_ranks

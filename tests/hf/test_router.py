@@ -19,9 +19,9 @@ from hf_flexseq.hf.model.router import PROBABILITIES, router_facts
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case
+from tests.hf.plain import dataset, logged
 from tests.hf.test_reach import COEFFICIENT, keep_float64, mixture
 from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
-from tests.hf.test_trainer import dataset, logged
 from tests.hf.tiny import (
     RandomPlanEngine,
     attached,

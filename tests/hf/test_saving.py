@@ -18,7 +18,7 @@ from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.hf.trainer import saving
 from hf_flexseq.hf.trainer.resume import warn_without_optimizer
 from hf_flexseq.memory import device
-from tests.hf.test_trainer import flexseq_trainer, logged
+from tests.hf.plain import flexseq_trainer, logged
 from tests.hf.tiny import documents
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(24)]

@@ -32,7 +32,7 @@ from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from tests.hf import experts
-from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
+from tests.hf.plain import flexseq_trainer, logged, training_arguments, update_error
 from tests.hf.tiny import SIZES, documents, refused
 from tests.ranks import run_cases, run_ranks
 

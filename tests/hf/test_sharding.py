@@ -33,8 +33,8 @@ from tests import budget
 from tests.budget import others_nightly
 from tests.differential.case import Case
 from tests.differential.runs import both, stock_run
+from tests.hf.plain import dataset, flexseq_trainer
 from tests.hf.test_exactness import LENGTHS
-from tests.hf.test_trainer import dataset, flexseq_trainer
 from tests.hf.tiny import (
     SIZES,
     RandomPlanEngine,

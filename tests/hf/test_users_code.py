@@ -14,9 +14,9 @@ from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.steps.collator import OTHER_ROWS
 from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import here
+from tests.hf.plain import dataset, float64_loss, logged, padded
 from tests.hf.test_overrides import make
 from tests.hf.test_own_losses import figures_of
-from tests.hf.test_trainer import dataset, float64_loss, logged, padded
 from tests.hf.tiny import VOCAB, refused, tiny_llama
 from tests.hf.trainers import assert_logged_alike, weights_apart
 from tests.ranks import run_cases

@@ -13,8 +13,8 @@ from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqTrainer
 from tests.budget import others_nightly
+from tests.hf.plain import logged
 from tests.hf.test_metrics import at_tokens, best
-from tests.hf.test_trainer import logged
 from tests.hf.trainers import (
     assert_logged_alike,
     distance,

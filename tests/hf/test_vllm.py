@@ -24,7 +24,7 @@ from tests.hf.objectives import (
     run_case,
     save_inputs,
 )
-from tests.hf.test_trainer import logged
+from tests.hf.plain import logged
 from tests.ranks import run_ranks
 
 # Two generation batches, the first one of two steps. Some samples are too long for one rank, and

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin
-from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
+from tests.hf.plain import OPTIONS, dataset, logged, padded, training_arguments
 from tests.hf.tiny import VOCAB, tiny_llama, whole
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
