@@ -17,8 +17,7 @@ from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, SFTTrainer
 
 from hf_flexseq.base.versions import untested
-from hf_flexseq.hf.model import adapters
-from hf_flexseq.hf.model.adapters import EXACT, REFUSED, unsuitable_adapter
+from hf_flexseq.hf.model.adapters import EXACT, REFUSED
 from tests.differential.case import Case
 from tests.differential.runs import both, here, run
 from tests.hf.objectives import pairs
@@ -210,33 +209,6 @@ def test_methods_that_look_beyond_a_token_are_refused_by_name(name, tmp_path):
 
 
 # ---- the trial
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("LORA", None),
-        ("OFT", None),
-        ("PVERA", None),
-        ("TRAINABLE_TOKENS", None),
-        ("LILY", "the first module whose output differs is .*layers.0.self_attn.q_proj"),
-        ("ADALORA", "it adds .* to the loss of every call"),
-        ("LOHA module dropout", "its random numbers hold for all tokens of a call"),
-        ("LORA replicated", "the first module whose output differs"),
-        ("POLY", "it could not be tried on a small model: task_ids should not be None"),
-    ],
-)
-def test_a_method_that_is_in_no_table_is_tried(name, said, monkeypatch, tmp_path):
-    if not is_available(name):
-        pytest.skip("this version of PEFT does not have it")
-    for table in ("EXACT", "REFUSED", "REFUSED_OPTIONS"):
-        monkeypatch.setattr(adapters, table, {})
-    model = get_peft_model(tiny_llama(torch.float32), config_of(name))
-    if said is None:
-        assert unsuitable_adapter(model) is None
-        return
-    with refused(f"{name.partition(' ')[0]} of PEFT, which is in no table .*{said}"):
-        trainer_of(Trainer, tmp_path, model=model, flexseq={})
 
 
 class NewConfig(LoraConfig):

@@ -1,11 +1,8 @@
 """Columns of examples that transformers, accelerate or TRL give a meaning to: each is honoured as
 by the stock trainer, refused by its name, or named in the log as one that nothing reads."""
 
-from functools import partial
-
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -13,7 +10,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
 from tests.hf.plain import padded
-from tests.hf.tiny import VOCAB, tiny_gpt2, tiny_llama
+from tests.hf.tiny import VOCAB, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
 from tests.ranks import run_cases
 
@@ -131,22 +128,6 @@ def test_columns_that_the_trainer_removes_are_named_once(base, tmp_path, caplog)
 
 
 # ---- labels that are shifted already
-
-
-@pytest.mark.slow
-def test_another_family_honours_targets_types_and_limits(tmp_path):
-    """GPT-2 adds an embedding of each type, and one of each position."""
-    model = partial(tiny_gpt2, torch.float32)
-    for given, for_stock in (
-        ({"token_type_ids": OTHERS["token_type_ids"]}, None),
-        HONOURED["shift_labels"],
-        HONOURED["cu_seq_lens_q"],
-    ):
-        row = PLAIN | given
-        wanted = stock_loss(
-            Trainer, tmp_path, row if for_stock is None else PLAIN | for_stock, model=model()
-        )
-        assert our_loss(Trainer, tmp_path, row, model=model()) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("base", [Trainer, SFTTrainer])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
@@ -16,7 +15,6 @@ from hf_flexseq.base import versions
 from hf_flexseq.cost.analytic_model import PARAMETER_BYTES
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter
 from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.facts import adapters_beside_shards
 from tests.hf.experts import (
@@ -255,12 +253,3 @@ def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
             assert re.search(said, line), line
             assert "\n" not in line
     assert refusal(0, 1, save(Training(kind="plain", family="KimiLinear"), tmp_path), {}) is None
-
-
-def test_adapters_of_other_kinds_and_on_quantized_experts_are_refused():
-    layer = nn.Module()
-    layer.experts = nn.Parameter(torch.zeros(2, 3, 4, dtype=torch.int8), requires_grad=False)
-    quantized = get_peft_model(nn.Sequential(layer), LoraConfig(target_parameters=["experts"]))
-    wrapper = quantized.base_model.model[0]
-    assert re.search(r"quantized \(torch.int8\)$", unsuitable_adapter(wrapper))
-    assert unsuitable_adapter(nn.Linear(1, 1)).startswith("PEFT's Linear does not know that")

@@ -22,16 +22,6 @@ def with_grids(*grids):
     return {"pixel_values": patches, "image_grid_thw": thw}
 
 
-def test_patches_go_to_the_rows_whose_tokens_stand_for_them():
-    rows = parts_of_rows(with_grids((2, 2), (2, 4), (4, 4)), [3, 0, 4])
-    assert [row["pixel_values"].flatten().tolist() if row else [] for row in rows] == [
-        list(range(12)),
-        [],
-        list(range(12, 28)),
-    ]
-    assert rows[0]["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
-
-
 def seconds_of_rows(*seconds):
     """What rows with 1, 0 and 2 videos get of these seconds."""
     grids = torch.tensor([[2, 2, 2], [1, 2, 4], [1, 2, 2]])

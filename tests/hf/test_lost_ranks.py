@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine, PlanInfeasible
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, PlanInfeasible
 from hf_flexseq.distributed.transport import LostRank
 from tests.hf.test_nonfinite import make_trainer
 from tests.hf.tiny import documents, noting_figures, tiny_arguments, tiny_llama
@@ -196,25 +196,3 @@ def test_an_outlier_is_split_and_one_that_fits_nowhere_is_refused_before_any_com
         assert first["groups_of_2"] >= 1
         assert calls >= 3
     assert refused == [[(None, 0)] * 2] * 2
-
-
-def kill_the_planner(rank, world_size):
-    engine = FlexSeqEngine(
-        Accelerator(cpu=True),
-        FlexSeqArguments(lookahead=1, max_tokens_per_rank=64, cost_model="flexsp-gpt-7b-a100"),
-    )
-    engine.attach(tiny_llama())
-    batches = iter([DataCollatorForFlexSeq()(documents([5, 9])) for _ in range(20)])
-    engine.next_step(batches, 1)
-    if rank == 0:
-        engine._training._planner._process.kill()
-        engine._training._planner._process.wait()
-    with pytest.raises(RuntimeError, match="planning process ended with code") as raised:
-        list(iter(lambda: engine.next_step(batches, 1), None))
-    engine.detach()
-    return str(raised.value)
-
-
-def test_a_dead_planner_raises_on_all_ranks():
-    messages = run_ranks(kill_the_planner, 3)
-    assert messages[0] == messages[1] == messages[2]

@@ -14,8 +14,7 @@ from trl import DistillationConfig, DistillationTrainer, DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
-from hf_flexseq.hf.losses.trainers import _OF_TRAINERS
-from hf_flexseq.hf.model.loss_kinds import _ON_SAMPLES, unsuitable_distillation
+from hf_flexseq.hf.model.loss_kinds import unsuitable_distillation
 from tests.budget import others_nightly
 from tests.hf.objectives import (
     BOUNDS,
@@ -267,10 +266,6 @@ def test_the_models_are_left_as_they_were(tmp_path, cls):
     assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
     for model in (trainer.model, trainer.ref_model):
         assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, VOCAB)
-
-
-def test_every_trainer_whose_loss_is_on_samples_has_its_calls_foreseen():
-    assert set(_ON_SAMPLES) == set(_OF_TRAINERS)
 
 
 # ---- samples that serve several optimizer steps

@@ -103,14 +103,6 @@ def test_no_callback_of_ours_stands_among_the_users(tmp_path):
     assert ours == stock
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_the_model_alone_is_whole_too(tmp_path):
-    losses_of(tmp_path, save_only_model=True)
-    kept = sorted(tmp_path.glob("checkpoint-*"))
-    assert [folder.name for folder in kept] == ["checkpoint-2", "checkpoint-4"]
-    assert all(inspect(folder).problem is None for folder in kept)
-
-
 def test_a_whole_checkpoint_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     """Also where only one is to be kept."""
     trainer = make_trainer(tmp_path, save_total_limit=1)

@@ -1,7 +1,8 @@
 """MLPs of real families in tiles: which modules they are, that loss and gradients stay those of
-one process, and why some are left alone. Ranks are threads; see `test_tiles_sharded.py` for
-processes."""
+one process, also under ZeRO-3, and why some are left alone. Ranks are threads, and processes
+under ZeRO-3."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.cost.choices import choices_of
 from hf_flexseq.hf.model import tiles
@@ -22,7 +24,16 @@ from tests.hf import hybrids, test_reach
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import FAMILIES, make_model, plans_across, stays_in_float64  # noqa: F401
-from tests.hf.tiny import VOCAB, documents, reference_gradients, refused, tiny_llama, tiny_model
+from tests.hf.tiny import (
+    VOCAB,
+    documents,
+    reference_gradients,
+    refused,
+    relative_errors,
+    tiny_llama,
+    tiny_model,
+)
+from tests.ranks import run_cases
 
 TOKENS = 11
 
@@ -220,3 +231,106 @@ def test_planners_choose_no_tiles_for_a_model_without_any():
     assert any(choice.mlp_tiles > 1 for choice in choices_of(cost, 8))
     without = choices_of(priced_for(cost, make_model("OPT")), 8)
     assert all(choice.mlp_tiles == 1 for choice in without)
+
+
+# ---- under ZeRO-3 weights are gathered once for all tiles
+
+
+LAYERS = 2
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        # nothing is gathered ahead, nor kept between forward and backward
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 0,
+    },
+}
+WEIGHT = 32 * 48  # numbers in a weight of an MLP
+
+
+class Gathers(TorchDispatchMode):
+    """Counts gathers inside of it by the numbers that they bring."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.c10d._allgather_base_.default:
+            self.sizes[args[0].numel()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def loss_of(model, tokens, count):
+    """The loss of so many tokens, in so many tiles."""
+    memory = None if count is None else MemoryChoice(mlp_tiles=count)
+    row = torch.arange(tokens)[None] % 61
+    context = SimpleNamespace(memory=memory)
+    return model(input_ids=row, labels=row, use_cache=False, seq_ctx=context).loss
+
+
+def zero3_steps(rank, world_size, checkpointing, counts):
+    """For each micro-batch: how many gathers bring one weight of an MLP, and how many all three;
+    and the largest error of a gradient. counts: its tiles; None before any are attached."""
+    import deepspeed  # which takes long
+    from deepspeed.utils import safe_get_full_grad, z3_leaf_module
+
+    # 1. one process: ranks have different numbers of tokens, fewer than tiles as well
+    lengths = (40, 2)
+    plain = tiny_llama(torch.float32)
+    for tokens in lengths:
+        (loss_of(plain, tokens, None) / world_size).backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+    # 2. the same under ZeRO-3, again and again
+    deepspeed.init_distributed("gloo")
+    model = tiny_llama(torch.float32).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO3)
+    attached = MlpTiles(model)
+    found = []
+    for count in counts:
+        if count is not None:
+            attached.attach()
+        with Gathers() as gathers:
+            engine.backward(loss_of(engine, lengths[rank], count))
+        gradients = {name: safe_get_full_grad(p) for name, p in model.named_parameters()}
+        error = max(relative_errors(gradients, wanted).values())
+        found.append((gathers.sizes[WEIGHT], gathers.sizes[3 * WEIGHT], error))
+        engine.step()
+    mlp = model.model.layers[0].mlp
+    assert z3_leaf_module(mlp)
+    attached.detach()
+    assert not z3_leaf_module(mlp)
+    return found
+
+
+@pytest.mark.processes
+def test_zero3_equals_one_process_and_gathers_once_for_all_tiles():
+    """Once in the forward and once in the backward, whatever a rank's number of tokens, also where
+    DeepSpeed has learned another order of modules before the first tiles come."""
+    always, late = (5, 9, 1, 5), (None, None, None, 5, 9, 1, 5)
+    cases = [
+        (checkpointing, counts) for checkpointing in (False, True) for counts in (always, late)
+    ]
+    by_case = run_cases(zero3_steps, 2, cases, seconds=300)
+    for (checkpointing, counts), by_rank in zip(cases, by_case, strict=True):
+        for found in by_rank:
+            assert max(error for *_, error in found) < 1e-5
+            gathers = [counted for *counted, _ in found]
+            if counts == always:
+                assert gathers == [[0, 2 * LAYERS]] * 4
+            else:
+                alone = (
+                    3 * 2 + (2 if checkpointing else 0)
+                ) * LAYERS  # a replay gathers two again
+                assert gathers[:3] == [[alone, 0]] * 3
+                # of one MLP a weight is gathered alone, since the others were not freed
+                assert all(sum(counted) == 2 * LAYERS for counted in gathers[3:])

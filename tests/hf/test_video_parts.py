@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.hf.model import tower_trial
 from hf_flexseq.hf.model.tower_trial import has_independent_frames, try_features
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.plan.images import IMAGE, VIDEO
-from hf_flexseq.steps.source_row import source_row
 from tests.budget import others_nightly
 from tests.hf.vision import IMAGES, tiny_vision_model, vision_examples
 from tests.hf.vision_families import FAMILIES
@@ -60,47 +57,6 @@ def test_modules_of_the_user_s_own_are_not_tried():
     model = tiny_vision_model("qwen3_vl")
     model.model.visual.blocks[0].mlp = OverFrames()
     assert not passes(model, "qwen3_vl")
-
-
-# ---- what is read
-
-
-def read_videos(name, *, part_patches, monkeypatch, change=None):
-    """The images of an example with one image and a video, as a model reads them, and the example.
-    change: of the example's tensors."""
-    monkeypatch.setattr(PART, part_patches)
-    (example,) = [e for e in vision_examples(name, [1] * 4, videos=(0, 1, 2, 3)) if is_long(e)][:1]
-    model = VisionModel(tiny_vision_model(name))
-    row = source_row([DataCollatorForFlexSeq()([example | (change or {})])])
-    return model.read(row).images.images, example
-
-
-def is_long(example):
-    return int(example[GRID][0, 0]) == 3
-
-
-@pytest.mark.parametrize("name", ["qwen3_vl", "video_llama_3"])
-def test_a_video_is_read_as_its_frames_and_an_image_as_it_is(name, monkeypatch):
-    found, example = read_videos(name, part_patches=1, monkeypatch=monkeypatch)
-    image, *frames = found
-    assert image.modality == IMAGE
-    assert [frame.modality for frame in frames] == [VIDEO] * 3
-    _, height, width = example[GRID][0].tolist()
-    for frame in frames:
-        assert frame.arguments[GRID].tolist() == [[1, height, width]]
-        assert (frame.tokens, frame.patches) == (height * width // 4, height * width)
-        assert frame.pairs == (height * width) ** 2
-        others = frame.arguments.keys() - {GRID, "pixel_values_videos"}
-        for other in others:
-            assert torch.equal(frame.arguments[other], example[other])
-    pixels = torch.cat([frame.arguments["pixel_values_videos"] for frame in frames])
-    assert torch.equal(pixels, example["pixel_values_videos"])
-
-
-def test_videos_of_models_that_fail_the_trial_stay_whole(monkeypatch):
-    monkeypatch.setattr(tower_trial, "has_independent_frames", lambda *given: False)
-    found, _ = read_videos("qwen3_vl", part_patches=1, monkeypatch=monkeypatch)
-    assert len(found) == 2
 
 
 # ---- gradients

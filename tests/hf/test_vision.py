@@ -3,14 +3,12 @@ plan, to rounding: float64, random legal plans that cut images anywhere, against
 takes one example at a time through the model's own forward, with pixels. And where one pixel
 changes, exactly those outputs change that change in one process."""
 
-import functools
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForImageTextToText
 
@@ -30,7 +28,7 @@ from tests.hf.tiny import (
     random_steps,
     relative_errors,
 )
-from tests.hf.vision import keep_all_float64, tiny_config, tiny_vision_model, vision_examples
+from tests.hf.vision import keep_all_float64, tiny_vision_model, vision_examples
 from tests.hf.vision_families import FAMILIES, IMAGE, OTHERS
 from tests.hf.vision_runs import COUNTS, is_of_tower, vision_reference, worst_errors
 from tests.no_graph import without_graphs
@@ -122,11 +120,6 @@ def empty_model(config):
         return AutoModelForImageTextToText.from_config(config)
 
 
-def empty_vision_model(name, **changes):
-    """An empty model of a family. changes: of its configuration."""
-    return empty_model(tiny_config(name, **changes))
-
-
 def test_forwards_that_read_more_than_rows_are_refused():
     options = {"image_token_id": IMAGE, "visual_indicator_token_ids": OTHERS[:5]}
     kind = image_families()["ovis2"].kind
@@ -135,40 +128,10 @@ def test_forwards_that_read_more_than_rows_are_refused():
         VisionModel(ovis)
 
 
-def test_a_forward_that_fails_before_it_reads_features_is_refused_with_its_error(monkeypatch):
-    llava = empty_vision_model("llava")
-    forward = type(llava.model).forward
-
-    @functools.wraps(forward)
-    def changed(self, *args, mm_encoder_outputs=None, **kwargs):
-        if mm_encoder_outputs is not None:
-            raise AttributeError("features have no all_rows")
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(llava.model), "forward", changed)
-    end = "it must read one; the trial ended with AttributeError: features have no all_rows"
-    with pytest.raises(UnsupportedImages, match=f"reads none of pooler_output .*{end}"):
-        VisionModel(llava)
-
-
 def test_towers_that_normalize_over_images_are_refused():
     emu = empty_model(small_config(image_families()["emu3"].kind, GIVEN["emu3"]))
     with pytest.raises(UnsupportedImages, match="batch norm"):
         VisionModel(emu)
-
-
-def test_switched_adapters_of_a_tower_are_noticed():
-    of_tower = LoraConfig(target_modules=r".*visual.*qkv")
-    adapted = get_peft_model(tiny_vision_model("qwen3_vl"), of_tower).requires_grad_(False)
-    model = VisionModel(adapted.get_base_model())
-    before = model.weights
-    assert model.weights == before
-    with adapted.disable_adapter():
-        assert model.weights != before
-    assert model.weights == before
-    adapted.add_adapter("other", of_tower)
-    adapted.set_adapter("other")
-    assert model.weights != before
 
 
 # ---- rows with the same images, each of which is encoded once
