@@ -112,6 +112,9 @@ class Case:
     lookahead: int = 0
     """Steps that ours plans ahead, in a process of its own, which takes a while to start."""
 
+    flexseq: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ours, besides OPTIONS."""
+
     sharding: str = "ddp"
     """"fsdp2", sharded at load, or a stage of ZeRO: "zero1", "zero2", "zero3". These are in
     float32."""
@@ -299,7 +302,7 @@ def make_trainer(
     if case.adapter == "new":
         given["peft_config"] = lora_config()
     if is_ours:
-        options = {**OPTIONS, "lookahead": case.lookahead}
+        options = {**OPTIONS, "lookahead": case.lookahead, **case.flexseq}
         given.setdefault("flexseq_args", FlexSeqArguments(**options))
         cls = is_ours if isinstance(is_ours, type) else flexseq_class(cls)
     for name, values in case.columns.items():

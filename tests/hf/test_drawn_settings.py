@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from tests import budget
-from tests.hf.drawn_settings import verdicts
 from tests.hf.drawn_settings.case import CHANGES, WAYS, Case, draw
 from tests.hf.drawn_settings.options import ALWAYS, SOMETIMES
 from tests.hf.drawn_settings.run import judge, outcome_of
@@ -182,13 +181,3 @@ def test_a_refusal_is_one_line_before_the_second_step():
         ("TypeError", "'NoneType' object is not iterable", 0, Verdict.CRASHED),
     ):
         assert of_refusal(Outcome(error=error, message=message, step=step)).verdict is verdict
-
-
-def test_a_difference_counts_as_logged_where_a_known_warning_says_so(monkeypatch):
-    monkeypatch.setattr(verdicts, "KNOWN_WARNINGS", ("reads what the model computes of",))
-    known = "Own.compute_loss reads what the model computes of it"
-    for warnings, verdict in (
-        (["a step takes 0.1 s", known], Verdict.LOGGED),
-        (["a step takes 0.1 s"], Verdict.SILENT),
-    ):
-        assert verdict_of(outcome(), outcome(weight=2.0, warnings=warnings)) is verdict

@@ -22,30 +22,6 @@ def with_grids(*grids):
     return {"pixel_values": patches, "image_grid_thw": thw}
 
 
-def seconds_of_rows(*seconds):
-    """What rows with 1, 0 and 2 videos get of these seconds."""
-    grids = torch.tensor([[2, 2, 2], [1, 2, 4], [1, 2, 2]])
-    call = ModelCall(
-        torch.tensor([[IMAGE, IMAGE, 1], [1, 1, 1], [IMAGE, IMAGE, IMAGE]]),
-        None,
-        None,
-        images={
-            "pixel_values_videos": torch.ones(20, 1),
-            "video_grid_thw": grids,
-            "second_per_grid_ts": torch.tensor(seconds),
-        },
-    )
-    names = {"video": ("pixel_values_videos", "video_grid_thw")}
-    rows = images_of_rows(call, {"video": IMAGE}, names)
-    return [row.get("second_per_grid_ts", torch.empty(0)).tolist() for row in rows]
-
-
-def test_seconds_of_videos_go_to_the_rows_of_these_videos():
-    assert seconds_of_rows(1.0, 0.5, 2.0) == [[1.0], [], [0.5, 2.0]]
-    with pytest.raises(ValueError, match="has second_per_grid_ts, and the model does not say"):
-        seconds_of_rows(1.0, 0.5)
-
-
 @pytest.mark.parametrize(
     ("tensors", "tokens"),
     [

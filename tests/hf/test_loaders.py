@@ -16,7 +16,7 @@ from transformers import Trainer
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import without_repeats
 from tests.budget import others_nightly
-from tests.hf.plain import flexseq_trainer, float64_loss, logged, padded, update_error
+from tests.hf.plain import flexseq_trainer, float64_loss, logged, update_error
 from tests.hf.test_mixin import tokenizer
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
 from tests.hf.trainers import trainer_of
@@ -117,65 +117,6 @@ def test_without_even_batches_every_sample_is_used_once(tmp_path):
     for seen, steps in run_ranks(drawn_lengths, 3, tmp_path, seconds=120):
         assert seen == sorted(LENGTHS[:9])
         assert steps == 2
-
-
-# ---- a chain of loaders
-
-
-class Chain:
-    """Two loaders, one after the other, as users write it: without `set_epoch`."""
-
-    def __init__(self, loaders):
-        self.loaders = loaders
-
-    def __len__(self):
-        return sum(len(loader) for loader in self.loaders)
-
-    def __iter__(self):
-        for loader in self.loaders:
-            yield from loader
-
-
-class Chained(Trainer):
-    """Draws from a chain."""
-
-    def get_train_dataloader(self):
-        return Chain([super().get_train_dataloader(), super().get_train_dataloader()])
-
-
-def drawn_from_a_chain(rank, world_size, folder, flexseq):
-    """The samples, by their numbers, in the order in which a trainer drew them: 2 epochs of 2 x 4
-    batches."""
-    drawn = []
-
-    def noted(examples):
-        drawn.extend(example["number"] for example in examples)
-        return padded(examples)
-
-    noted.__module__ = "transformers"  # a collator of one's own is tried on batches
-    examples = documents([3 + i % 4 for i in range(8)])
-    trainer_of(
-        Chained,
-        folder,
-        flexseq=flexseq,
-        accumulation=2,
-        train_dataset=[one | {"number": number} for number, one in enumerate(examples)],
-        data_collator=noted,
-        remove_unused_columns=False,
-        max_steps=-1,
-        num_train_epochs=2,
-    ).train()
-    return drawn
-
-
-@pytest.mark.processes
-def test_a_chain_of_loaders_draws_the_plain_trainers_order_with_lookahead(tmp_path):
-    cases = [(tmp_path, flexseq) for flexseq in (None, {"lookahead": 4})]
-    (wanted,), (found,) = run_cases(drawn_from_a_chain, 1, cases, seconds=120)
-    assert len(wanted) == 2 * 2 * 8
-    tried = len(found) - len(wanted)  # before: is the collator random, does it drop columns
-    assert found[:tried] == [0] * tried
-    assert found[tried:] == wanted
 
 
 # ---- batches on the host

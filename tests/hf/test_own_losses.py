@@ -3,7 +3,6 @@ against the plain Trainer with whole logits."""
 
 import re
 from dataclasses import replace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -73,28 +72,6 @@ def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, 
         gradients.append([*(f.detach() for f in found), *(x.grad for x in leaves[: 2 + has_bias])])
     for ours, plain in zip(*reversed(gradients), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("factor", [1.0, -0.3, 0.0])
-@pytest.mark.parametrize("rows", [4, 100])
-def test_gradients_that_are_known_before_are_finished_in_the_forward(monkeypatch, rows, factor):
-    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda *sizes: rows)
-    operands, targets, (weights, *_) = drawn(rows)
-    heads = Mock(wraps=chunked_loss.HeadChunks)
-    monkeypatch.setattr("hf_flexseq.kernels.token_outputs.HeadChunks", heads)
-    results = []
-    for known in (None, weights, torch.zeros_like(weights)):
-        leaves = [operand.double().requires_grad_() for operand in operands]
-        found = token_outputs(*leaves, targets, d_log_probs=known)
-        used = weights if known is None else known
-        heads.reset_mock()  # the forward has made one
-        (found[0] * used * factor).sum().backward()
-        assert heads.call_count == (known is None)
-        results.append([*(f.detach() for f in found), *(x.grad for x in leaves)])
-    plain, ours, nothing = results
-    for one, other in zip(ours, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
-    assert not any(gradient.any() for gradient in nothing[2:])
 
 
 def test_a_head_gives_figures_in_place_of_logits():

@@ -5,7 +5,6 @@ Each model is compared with itself, unattached, on one document at a time. `orig
 embeddings` and `floor_scale` are below some documents' lengths and above others', otherwise there
 would be nothing to see. Ranks are threads."""
 
-import copy
 import random
 from functools import partial
 
@@ -27,14 +26,7 @@ from tests.hf import by_hand, test_reach
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.test_checks import EXPERTS, SIZES
 from tests.hf.test_reach import stays_in_float64  # noqa: F401  (a fixture)
-from tests.hf.tiny import (
-    VOCAB,
-    documents,
-    reference_gradients,
-    refused,
-    relative_errors,
-    tiny_llama,
-)
+from tests.hf.tiny import documents, reference_gradients, refused, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_plan
@@ -171,31 +163,6 @@ def test_detached_it_leaves_nothing_on_the_model():
     attach_positions(plain)
     assert traces(plain) == before
     assert needed_columns(plain) == ()
-
-
-@pytest.mark.parametrize(("family", "column"), [("Llama", LENGTHS), ("Llama4", INDICES)])
-def test_an_attached_model_and_its_copy_outside_of_a_training(family, column):
-    model = make_model(family).eval()
-    ids = torch.randint(VOCAB, (1, LIMIT + 5), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        plain = model(input_ids=ids).logits
-        handle = attach_positions(model)
-        # as `generate` calls it, between two steps
-        assert torch.equal(model(input_ids=ids).logits, plain)
-        with pytest.raises(ValueError, match=f"is given seq_ctx without '{column}'"):
-            model(input_ids=ids, seq_ctx=object())
-
-        # the forwards of a copy have its own parameters
-        copied = copy.deepcopy(model)
-        positions = torch.arange(7, 12)[None]
-        value = {LENGTHS: torch.full((1, 5), LIMIT + 5), INDICES: positions}[column]
-        given = {"input_ids": ids[:, :5], "position_ids": positions, column: value}
-        wanted = model(**given).logits
-        handle.close()
-        assert not torch.equal(model(**given).logits, wanted)
-        for parameter in model.parameters():
-            parameter.zero_()
-        assert torch.equal(copied(**given).logits, wanted)
 
 
 # ---- the columns

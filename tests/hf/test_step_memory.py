@@ -7,21 +7,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
+from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.hf.trainer.step_memory import RECORD
 from hf_flexseq.plan import PlanInfeasible
 from tests.budget import others_nightly
 from tests.differential.case import sft_trainer
 from tests.hf.test_tiles import starcoder
-from tests.hf.tiny import batches, documents, tiny_arguments, tiny_llama
+from tests.hf.tiny import documents
 from tests.hf.trainers import CLOCKS, Run, loss_of_squares, trained, trainer_of, weights_of
 from tests.hf.vision import tiny_vision_model, vision_examples
 from tests.ranks import run_ranks
@@ -268,28 +266,6 @@ def test_an_error_says_what_was_held_and_what_to_set(tmp_path, where, make_error
     assert note.startswith(HELD)
     assert ADVICE in note
     assert not (tmp_path / RECORD).exists()
-
-
-def test_a_loop_of_ones_own_is_told_as_well():
-    model = tiny_llama()
-    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
-    engine.attach(model)
-    for step in engine.steps(batches(1)):
-        with runs_out_in_micro_batch():
-            step.backward(model)
-        step.step.has_run = True
-    for step in engine.evaluation(DataLoader(batches(1), batch_size=None)):
-        with runs_out_in_micro_batch():
-            step.forward(model)
-
-
-@contextmanager
-def runs_out_in_micro_batch():
-    fault = RunsOut(call=3)
-    fault.calls = 0
-    with fault.planted(), pytest.raises(torch.OutOfMemoryError) as raised:
-        yield
-    assert "in micro-batch 1 of 1 of step 0, with 14 tokens" in raised.value.__notes__[0]
 
 
 # ---- several ranks

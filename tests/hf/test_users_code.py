@@ -2,7 +2,6 @@
 refused with one line. Single changes of a user's are those of `test_drawn_settings.py`."""
 
 import logging
-from functools import partial
 
 import pytest
 import torch
@@ -163,37 +162,6 @@ def test_a_collator_that_looks_at_a_whole_batch_is_noticed(change):
     assert OTHER_ROWS not in DataCollatorForFlexSeq(padded)(examples)
     batch = DataCollatorForFlexSeq(lambda examples: change(padded(examples)))(examples)
     assert batch[OTHER_ROWS] > 0
-
-
-def joined(examples, *, first_labels=False):
-    """A batch of one row without padding, whose positions begin again with each example."""
-    batch = {"input_ids": [], "labels": [], "position_ids": []}
-    for example in examples:
-        ids = list(example["input_ids"])
-        batch["position_ids"] += range(len(ids))
-        batch["labels"] += ids if first_labels else [-100, *ids[1:]]
-        batch["input_ids"] += ids
-    return {name: torch.tensor([values]) for name, values in batch.items()}
-
-
-def longer_labels(row):
-    """A joined row with labels that tell its length."""
-    return {**row, "labels": row["labels"] + row["labels"].shape[1]}
-
-
-def one_more(row):
-    """A joined row with another token at its end."""
-    return {name: torch.cat((value, value[:, -1:] + 1), dim=1) for name, value in row.items()}
-
-
-def test_a_collator_that_joins_a_batch_into_one_row_is_compared_example_by_example():
-    examples = dataset(4)
-    assert OTHER_ROWS not in DataCollatorForFlexSeq(joined)(examples)
-    for change in (longer_labels, one_more):
-        collate = DataCollatorForFlexSeq(lambda some, change=change: change(joined(some)))
-        assert collate(examples)[OTHER_ROWS] == 4
-    labelled = DataCollatorForFlexSeq(partial(joined, first_labels=True))
-    assert labelled(examples)[OTHER_ROWS] == 3
 
 
 # ---- a hook on the head
