@@ -2,12 +2,16 @@
 
 import inspect
 import math
+from contextlib import contextmanager
+from dataclasses import replace
 
+import pytest
 import torch
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.distributed.gloo import GlooTransport
 from tests import budget
 from tests.hf.tiny import documents, tiny_llama, weights
 
@@ -99,3 +103,15 @@ def update_error(before, wanted, found):
 
 def logged(history, key):
     return [entry[key] for entry in history if key in entry]
+
+
+# ---- gloo that claims to carry out transfers in order, as NCCL does
+
+
+@contextmanager
+def ordered_gloo(is_ordered=True):
+    """Surround a run whose transport is said to be ordered."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        capabilities = replace(GlooTransport.capabilities, ordered=is_ordered)
+        monkeypatch.setattr(GlooTransport, "capabilities", capabilities)
+        yield

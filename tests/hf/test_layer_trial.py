@@ -4,9 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hf_flexseq.hf.engine import layer_trial
 from hf_flexseq.hf.engine.layer_trial import count_bytes
-from tests.ranks import run_ranks
 
 SIZES = {
     "hidden_size": 64,
@@ -83,14 +81,3 @@ def test_layers_of_one_kind_count_once_and_others_by_themselves():
     assert dense.mlp_bytes == 16 * INSIDE
     assert sparse.mlp_bytes == 0
     assert counted.has_experts == (False, True)
-
-
-def count_in_half_precision(rank, world_size):
-    return count_bytes(llama(), dtype=torch.float16)
-
-
-@pytest.mark.processes
-def test_what_a_forked_rank_has_counted_is_known_afterwards(monkeypatch):
-    counted, _ = run_ranks(count_in_half_precision, 2)
-    monkeypatch.delattr(layer_trial, "LayerTrial")
-    assert count_bytes(llama(), dtype=torch.float16) == counted

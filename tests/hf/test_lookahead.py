@@ -87,7 +87,6 @@ CASES = {
     "random numbers": "since train_dataset draws from torch's random numbers",
     "collator": r"\(by_level of yours is in the data_collator\)",
     "callback": r"\(the callback Grows is yours\)",
-    "transform": r"<lambda> of yours is in the dataset\)",
 }
 
 
@@ -102,13 +101,6 @@ def make(flex, folder, base=Trainer, **given):
     return trainer
 
 
-def cut_by_level(rows):
-    cut = {}
-    for name in ("input_ids", "labels"):
-        cut[name] = [values[: 2 + 3 * LEVELS["level"]] for values in rows[name]]
-    return cut
-
-
 def made(case, flex, folder):
     """A trainer whose data follow its training in the way of a case."""
     LEVELS["level"] = 1
@@ -118,10 +110,7 @@ def made(case, flex, folder):
         "random numbers": {"train_dataset": Random(), "callbacks": [Draws()]},
         "collator": {"data_collator": by_level, "callbacks": [Raise()]},
         "callback": {"train_dataset": documents(LENGTHS), "callbacks": [Grows()]},
-        "transform": {"callbacks": [Raise()], "remove_unused_columns": False},
     }[case]
-    if case == "transform":
-        given["train_dataset"] = Dataset.from_list(ROWS).with_transform(lambda r: cut_by_level(r))
     return make(flex, folder, **given)
 
 

@@ -162,7 +162,6 @@ def fails(inputs):
 def own_trainer(cls, folder, **given):
     """A DPO trainer in this process, without a planning process."""
     arguments = {"model": tiny_llama(), "ref_model": tiny_llama(seed=1), **given}
-    arguments.setdefault("flexseq_args", FlexSeqArguments(**OPTIONS, lookahead=0))
     return make_trainer(Case(kind="dpo", steps=1), cls, folder, **arguments)
 
 
@@ -229,8 +228,7 @@ class NotesTypes(FlexSeqMixin, Trainer):
 @pytest.mark.slow
 def test_logits_of_classes_are_float32_under_mixed_precision(tmp_path):
     case = Case(kind="sequences", steps=1, dtype=torch.float32, settings={"bf16": True})
-    options = FlexSeqArguments(**OPTIONS, lookahead=0)
-    trainer = make_trainer(case, NotesTypes, tmp_path, flexseq_args=options)
+    trainer = make_trainer(case, NotesTypes, tmp_path)
     trainer.train()
     assert trainer.found == (torch.float32, torch.float32)
 

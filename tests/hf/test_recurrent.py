@@ -1,8 +1,6 @@
 """The functions that recurrent layers call are replaced while a model is attached, and only for
 calls with `seq_ctx`; models whose recurrent layers cannot be computed are refused by name."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -12,7 +10,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.layer_kinds import _keys_of, layer_kinds, layer_reach, reach_counts
+from hf_flexseq.hf.model.layer_kinds import layer_kinds, layer_reach, reach_counts
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.kernels.choose import choose_kernel
@@ -230,10 +228,3 @@ def test_tokens_of_images_are_refused_where_a_model_takes_text(config, columns, 
         return
     with refused(message):
         reader.read(row)
-
-
-def test_a_layer_that_reads_keys_of_another_model_is_named():
-    config = SimpleNamespace(kv_sharing_modes=["store", "reuse", "reuse"])
-    kinds = ["full_attention", "full_attention", "sliding_attention"]
-    with refused("its layer 2 reads keys of sliding_attention that no layer stores"):
-        _keys_of(config, kinds)

@@ -15,7 +15,7 @@ from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.reduction import instead_of_ddp
 from hf_flexseq.hf.model.attachments import early_buckets
-from tests.hf.ordered_gloo import ordered_gloo
+from tests.hf.plain import ordered_gloo
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.tiny import (
     RandomPlanEngine,

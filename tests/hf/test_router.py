@@ -14,8 +14,7 @@ from transformers import Trainer
 from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments
-from hf_flexseq.hf.model.router import PROBABILITIES, router_facts
+from hf_flexseq.hf.model.router import PROBABILITIES
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case
@@ -141,13 +140,11 @@ def likeliest(logits, labels):
 def make(kind, ours, folder, batch, accumulation=1):
     """A trainer of two steps of eight documents or pairs."""
     if kind == "dpo":
-        options = {"batch": batch, "accumulation": accumulation, "steps": 2}
-        case = Case(kind="dpo", settings={"learning_rate": 0.1}, evaluates=True, **options)
+        options = {"batch": batch, "accumulation": accumulation, "steps": 2, "evaluates": True}
+        options["flexseq"] = {"max_tokens_per_rank": 120}
+        case = Case(kind="dpo", settings={"learning_rate": 0.1}, **options)
         models = {name: mixture(output_router_logits=False) for name in ("model", "ref_model")}
         given = {"train_dataset": long_pairs(16), "eval_dataset": None, **models}
-        if ours:
-            options = {**objectives.OPTIONS, "max_tokens_per_rank": 120}
-            given["flexseq_args"] = FlexSeqArguments(**options)
         return objectives.make_trainer(case, ours, folder, **given)
     data = {"train_dataset": dataset(16), "eval_dataset": dataset(8)}
     settings = {"learning_rate": 0.1, "max_steps": 2, "model": mixture()}
@@ -226,15 +223,6 @@ def test_both_passes_draw_the_same_random_numbers():
 
 
 # ---- what a model's router loss is
-
-
-@pytest.mark.parametrize(
-    "family", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "JetMoe"]
-)
-def test_a_family_has_the_loss_that_is_computed(family):
-    facts = router_facts(mixture(family, **({"aux_loss_coef": 0.5} if family == "JetMoe" else {})))
-    assert facts.top_k == 2
-    assert facts.coefficient == COEFFICIENT
 
 
 def test_another_function_is_refused(tmp_path, monkeypatch):

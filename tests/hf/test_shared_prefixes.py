@@ -23,7 +23,6 @@ from tests.hf.objectives import (
     BOUNDS,
     FLOAT32_BOUND,
     FLOAT64_BOUND,
-    OPTIONS,
     Case,
     _rows,
     assert_alike,
@@ -180,14 +179,16 @@ DATA = {
     "grpo": long_prompts,
     "rloo": long_prompts,
 }
+WIDE = {"max_tokens_per_rank": 120}
+of = partial(Case, steps=2, flexseq=WIDE)
 CASES = {
-    "dpo": Case(kind="dpo", steps=2, evaluates=True),
-    "dpo, ipo": Case(kind="dpo", steps=2, accumulation=2, settings={"loss_type": "ipo"}),
-    "dpo, apo": Case(kind="dpo", steps=2, settings={"loss_type": "apo_zero"}),
-    "kto": Case(kind="kto", accumulation=2),
-    "reward": Case(kind="reward", steps=2),
-    "grpo": Case(kind="grpo", steps=2, settings={"num_iterations": 2}),
-    "rloo": Case(kind="rloo", steps=2, accumulation=2),
+    "dpo": of(kind="dpo", evaluates=True),
+    "dpo, ipo": of(kind="dpo", accumulation=2, settings={"loss_type": "ipo"}),
+    "dpo, apo": of(kind="dpo", settings={"loss_type": "apo_zero"}),
+    "kto": of(kind="kto", steps=3, accumulation=2),
+    "reward": of(kind="reward"),
+    "grpo": of(kind="grpo", settings={"num_iterations": 2}),
+    "rloo": of(kind="rloo", accumulation=2),
 }
 OFTEN = ("dpo", "reward", "grpo")  # the others with `-m nightly`
 
@@ -196,9 +197,7 @@ def compare(rank, world_size, folder, case):
     datasets.disable_progress_bars()
     data = DATA[case.kind]
     given = {"train_dataset": data(64), "eval_dataset": data(6)}
-    stock = run_case(case, False, folder, **given)
-    options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 120})
-    ours = run_case(case, True, folder, flexseq_args=options, **given)
+    stock, ours = (run_case(case, is_ours, folder, **given) for is_ours in (False, True))
     return difference(stock, ours), spared(ours)
 
 
@@ -238,10 +237,10 @@ def test_a_student_learns_what_trl_s_does_of_samples_that_are_equal(tmp_path):
 
 def spared_by_grpo(rank, world_size, folder, shared):
     datasets.disable_progress_bars()
-    case = Case(kind="grpo", steps=4, settings={"steps_per_generation": 4})
-    options = {**OPTIONS, "max_tokens_per_rank": 120, "shared_prefixes": shared}
+    options = WIDE | {"shared_prefixes": shared}
+    case = Case(kind="grpo", steps=4, settings={"steps_per_generation": 4}, flexseq=options)
     given = {"train_dataset": long_prompts(64), "eval_dataset": long_prompts(4)}
-    run = run_case(case, True, folder, flexseq_args=FlexSeqArguments(**options), **given)
+    run = run_case(case, True, folder, **given)
     return spared(run), [line["loss"] for line in run.log if "loss" in line]
 
 
@@ -310,9 +309,8 @@ def test_a_hook_on_one_rank_keeps_the_rows_of_all_ranks_apart(tmp_path):
 
 def with_noise(rank, world_size, folder):
     datasets.disable_progress_bars()
-    options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 120})
     given = {"train_dataset": long_pairs(16), "eval_dataset": long_pairs(4)}
-    trainer = make_trainer(Case(kind="dpo", steps=1), True, folder, flexseq_args=options, **given)
+    trainer = make_trainer(Case(kind="dpo", steps=1, flexseq=WIDE), True, folder, **given)
 
     def noisy(module, args, output):
         return output + 0.01 * torch.randn_like(output)

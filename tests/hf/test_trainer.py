@@ -5,13 +5,13 @@ import pytest
 
 from tests.differential.case import Case
 from tests.differential.runs import both_on_ranks, run, stock_run
-from tests.hf.ordered_gloo import ordered_gloo
 from tests.hf.plain import (  # noqa: F401  (imported from here, too)
     OPTIONS,
     dataset,
     flexseq_trainer,
     float64_loss,
     logged,
+    ordered_gloo,
     padded,
     plain_run,
     training_arguments,

@@ -95,22 +95,17 @@ def assert_divided(name, by_rank):
         assert worst[VIDEO]
 
 
+# Of each, whether the tower is frozen.
+OFTEN = [(2, "qwen2_vl", None), (2, "qwen2_5_vl", "tower"), (3, "qwen3_vl", None)]
+EVERY = [(n, name, what) for n in (2, 3) for name in DIVIDED for what in (None, "tower")]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [(2, [("qwen2_vl", None), ("qwen2_5_vl", "tower")]), (3, [("qwen3_vl", None)])],
+    ("world_size", "name", "freeze"),
+    [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.nightly) for case in EVERY],
 )
-def test_divided_videos_equal_one_process(world_size, cases):
-    cases = [(name, "ddp", False, freeze, COUNTS, 1) for name, freeze in cases]
-    for case, by_rank in zip(cases, run_cases(divided_errors, world_size, cases), strict=True):
-        assert_divided(case[0], by_rank)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", DIVIDED)
-def test_all_families_with_grids_of_videos(name, world_size):
-    cases = [(name, "ddp", False, freeze, COUNTS, 1) for freeze in (None, "tower")]
-    for by_rank in run_cases(divided_errors, world_size, cases, seconds=150):
-        assert_divided(name, by_rank)
+def test_divided_videos_equal_one_process(world_size, name, freeze):
+    case = (name, "ddp", False, freeze, COUNTS, 1)
+    (by_rank,) = run_cases(divided_errors, world_size, [case], seconds=150)
+    assert_divided(name, by_rank)

@@ -75,37 +75,27 @@ def test_families_under_fsdp2_with_checkpointing(name):
     assert_exact(case, by_rank)
 
 
+SOME = {
+    1: [("qwen3_vl", "ddp", False, None, COUNTS, 1)],
+    3: [
+        ("qwen3_vl", "fsdp2", True, None, FEW, 1),
+        ("qwen3_vl", "ddp", False, "tower", COUNTS, 1),
+    ],
+}
+ALL = [
+    ("qwen3_vl", "ddp", False, None, COUNTS, 3),
+    ("qwen3_vl", "ddp", True, None, FEW, 2),
+    ("qwen3_vl", "ddp", False, "text", COUNTS, 2),
+    ("qwen3_vl", "fsdp2", False, None, FEW, 2),
+    ("qwen3_vl", "fsdp2", False, "tower", COUNTS, 2),
+]
+
+
 @pytest.mark.parametrize(
     ("world_size", "cases"),
-    [
-        (1, [("qwen3_vl", "ddp", False, None, COUNTS, 1)]),
-        (
-            3,
-            [
-                ("qwen3_vl", "fsdp2", True, None, FEW, 1),
-                ("qwen3_vl", "ddp", False, "tower", COUNTS, 1),
-            ],
-        ),
-    ],
+    [*SOME.items(), *(pytest.param(n, ALL, marks=pytest.mark.nightly) for n in (3, 4))],
 )
-def test_other_numbers_of_ranks(world_size, cases):
-    for case, by_rank in zip(cases, run_cases(worst_errors, world_size, cases), strict=True):
-        assert_exact(case, by_rank)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_frozen_parts_and_few_images(world_size):
-    cases = [
-        ("qwen3_vl", "ddp", False, None, COUNTS, 3),
-        ("qwen3_vl", "ddp", True, None, FEW, 2),
-        ("qwen3_vl", "ddp", False, "tower", COUNTS, 2),
-        ("qwen3_vl", "ddp", False, "text", COUNTS, 2),
-        ("qwen3_vl", "fsdp2", False, None, FEW, 2),
-        ("qwen3_vl", "fsdp2", False, "tower", COUNTS, 2),
-    ]
-    if world_size == 1:
-        cases = [case for case in cases if case[1] == "ddp"]
+def test_other_numbers_of_ranks_and_frozen_parts(world_size, cases):
     options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 150}
     results = run_cases(worst_errors, world_size, cases, **options)
     for case, by_rank in zip(cases, results, strict=True):

@@ -25,12 +25,11 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments
 from hf_flexseq.steps.features import StepImages
 from tests.budget import others_nightly
 from tests.differential.case import Case as SftCase
 from tests.differential.runs import both
-from tests.hf.objectives import OPTIONS, Case, run_case
+from tests.hf.objectives import Case, run_case
 from tests.hf.trainers import Difference, Run, difference
 from tests.hf.vision import tiny_vision_model
 from tests.hf.vision_families import END, IMAGE, START, VIDEO
@@ -239,7 +238,6 @@ class Whole(NamedTuple):
     case: Case
     family: str = "qwen3_vl"
     """Of `tests/hf/vision_families.py`."""
-    cap: int = FEW
 
 
 def whole(
@@ -260,8 +258,9 @@ def whole(
         evaluates=True,
         reference=not adapted,
         settings=settings,
+        flexseq={"max_tokens_per_rank": cap},
     )
-    return Whole(case, family, cap)
+    return Whole(case, family)
 
 
 def reward(completions: Any, **given: Any) -> list[float]:
@@ -304,8 +303,6 @@ def whole_run(one: Whole, folder: Path, *, ours: bool, **given: Any) -> Run:
         given.setdefault(OTHER_MODELS[kind], other)
     if kind in ("grpo", "rloo"):
         given["reward_funcs"] = reward
-    if ours:
-        given["flexseq_args"] = FlexSeqArguments(**OPTIONS | {"max_tokens_per_rank": one.cap})
     return run_case(
         one.case,
         ours,
@@ -338,12 +335,6 @@ def compare(
     return difference(stock, ours), [(len(own), sum(own)) for own in runs.values()]
 
 
-def apart_by_rank(names: list[str], folder: Path) -> list[Any]:
-    for family in {WHOLE[name].family for name in names}:
-        tiny_vision_model(family).save_pretrained(folder / family)
-    return run_cases(compare, 2, [(name, folder) for name in names], seconds=300)
-
-
 def check_case(name: str, by_rank: Any) -> None:
     kind = WHOLE[name].case.kind
     for apart, runs in by_rank:
@@ -359,16 +350,11 @@ def check_case(name: str, by_rank: Any) -> None:
             assert times == most or (kind == "grpo" and times == 1)
 
 
-def test_losses_on_whole_samples_are_those_of_the_plain_trainers(tmp_path):
-    names = ["dpo", "grpo"]
-    for name, by_rank in zip(names, apart_by_rank(names, tmp_path), strict=True):
-        check_case(name, by_rank)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in WHOLE if name not in ("dpo", "grpo")])
-def test_other_losses_on_whole_samples(tmp_path, name):
-    (by_rank,) = apart_by_rank([name], tmp_path)
+@pytest.mark.parametrize("name", others_nightly(WHOLE, tried=["dpo", "grpo"]))
+def test_losses_on_whole_samples_are_those_of_the_plain_trainers(tmp_path, name):
+    family = WHOLE[name].family
+    tiny_vision_model(family).save_pretrained(tmp_path / family)
+    (by_rank,) = run_cases(compare, 2, [(name, tmp_path)], seconds=300)
     check_case(name, by_rank)
 
 

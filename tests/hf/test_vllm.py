@@ -13,17 +13,8 @@ import torch
 from transformers import LlamaForCausalLM
 from trl.generation import vllm_generation
 
-from hf_flexseq import FlexSeqArguments
 from tests.budget import others_nightly
-from tests.hf.objectives import (
-    BOUNDS,
-    METRICS_BOUND,
-    OPTIONS,
-    Case,
-    difference,
-    run_case,
-    save_inputs,
-)
+from tests.hf.objectives import BOUNDS, METRICS_BOUND, Case, difference, run_case, save_inputs
 from tests.hf.plain import logged
 from tests.ranks import run_ranks
 
@@ -37,7 +28,6 @@ SETTINGS = {
     "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 1.0001,
 }
-CAP = {"max_tokens_per_rank": 20}
 CASES = {
     "server": ({"vllm_mode": "server"}, None),
     "server, adapter": ({"vllm_mode": "server", "beta": 0.0}, "retrained"),
@@ -53,11 +43,11 @@ def compare(rank, world_size, folder, name):
     """How far ours is from stock, what each asked of vLLM on this rank, and our log."""
     datasets.disable_progress_bars()
     settings, adapter = CASES[name]
-    case = Case(kind="grpo", steps=3, settings=SETTINGS | settings, adapter=adapter)
-    options = OPTIONS | CAP | {"plan_trace": str(folder / "trace.jsonl")}
+    given = {"settings": SETTINGS | settings, "adapter": adapter}
+    options = {"max_tokens_per_rank": 20, "plan_trace": str(folder / "trace.jsonl")}
+    case = Case(kind="grpo", steps=3, flexseq=options, **given)
     with in_place_of_vllm(folder / "model", rank) as samplers:
-        stock = run_case(case, False, folder)
-        ours = run_case(case, True, folder, flexseq_args=FlexSeqArguments(**options))
+        stock, ours = (run_case(case, is_ours, folder) for is_ours in (False, True))
     calls = [dict(sampler.calls) for sampler in samplers]
     return difference(stock, ours), calls, ours.log
 
