@@ -76,7 +76,7 @@ def train(rank, world_size, folder, case, planned):
     return before, weights(model), logged(trainer.state.log_history, "num_input_tokens_seen")
 
 
-# Reductions in every micro-batch are compared in tests/hf/test_fsdp_policies.py, too.
+# Reductions in every micro-batch are compared in tests/hf/test_sharding.py, too.
 SELDOM = ("reduced in every micro-batch",)
 OFTEN = tuple(case for case in CASES if case not in SELDOM)
 
