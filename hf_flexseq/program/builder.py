@@ -54,7 +54,7 @@ class Builder:
         return value
 
     def program(self, outputs: Values, saved: Sequence[Values] = ()) -> Program:
-        """Return the program of all that was emitted."""
+        """Return the program of the emitted instructions."""
         instructions = tuple(self._instructions)
         kept = [value.number for value in outputs]
         for of_zone in saved:

@@ -248,7 +248,7 @@ class Instruction(NamedTuple):
 
 
 class Program(NamedTuple):
-    """All that a rank does in one direction of a layer's attention."""
+    """The instructions of a rank for one direction of a layer's attention."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]

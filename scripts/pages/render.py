@@ -26,11 +26,11 @@ from hf_flexseq import config as options
 from hf_flexseq.base import registry
 from hf_flexseq.base.refusals import Refusal
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.refusals.accelerator import ACCELERATOR
-from hf_flexseq.hf.refusals.overrides import OF_SHARDED_CHECKPOINTS, RULES, Rule
-from hf_flexseq.hf.refusals.predictions import PREDICTIONS
-from hf_flexseq.hf.refusals.trainer import MODEL, NEXT_TOKEN, ON_SAMPLES, TRAINER
-from hf_flexseq.pipeline.trainer.refusals import FSDP_OF_STAGES, PIPELINE, REPLACED
+from hf_flexseq.hf.engine.accelerator_checks import ACCELERATOR
+from hf_flexseq.hf.losses.prediction_checks import PREDICTIONS
+from hf_flexseq.hf.trainer.checks import MODEL, NEXT_TOKEN, ON_SAMPLES, TRAINER
+from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS, RULES, Rule
+from hf_flexseq.pipeline.trainer.checks import FSDP_OF_STAGES, PIPELINE, REPLACED
 
 FOLDER = Path(__file__).parent
 MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)

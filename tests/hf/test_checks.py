@@ -24,11 +24,11 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
+from hf_flexseq.hf.engine.accelerator_checks import check_accelerator
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.rehearsal import once_for_equal_models
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES
-from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from tests.hf import tiny
 from tests.hf.tiny import documents, refused, tiny_llama
 from tests.ranks import run_cases

@@ -75,6 +75,7 @@ SAID = {
     **dict.fromkeys(("batches reversed", "items doubled"), IGNORED),
     **dict.fromkeys(("whole logits metrics", "predicts itself"), WHOLE),
     **dict.fromkeys(("label pre hook", "smoother", "centered batch"), TOGETHER),
+    "hidden norm hook": "hidden states of two sequences in one row are",
     "own loss function": "its loss_function loss gives .* on two parts of it",
     **dict.fromkeys(("gradients clamped", "clamped after accumulation"), HOOKS),
     "scaled after accumulation": HOOKS,
@@ -93,7 +94,6 @@ SAID_OF_SOME = {
     ("model hook", "loss scaled"): "two sequences have the loss .* by the log-probabilities",
 }
 CASES = [(name,) for name in CHANGES if "trainer" in CHANGES[name].of]
-CASES.remove(("hidden norm hook",))  # it changes less than a model is tried for
 OFTEN = [
     *SAID_OF_SOME,
     *((name,) for name in ("loss with items", "loss without items", "loss by rows", "penalty")),

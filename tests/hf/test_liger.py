@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 from hf_flexseq.hf.model import liger as liger_module
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.liger import LOSSES, liger_kernels
-from hf_flexseq.hf.refusals import trainer as refusals
+from hf_flexseq.hf.trainer import checks as refusals
 from tests.hf.test_checks import fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import keep_float64, make_model

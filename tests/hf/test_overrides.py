@@ -5,16 +5,16 @@ from collections import Counter
 from functools import partial, wraps
 
 import pytest
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqTrainer
-from hf_flexseq.hf.refusals.overrides import RULES, Standing
+from hf_flexseq.hf.trainer.overrides import RULES, Standing
 from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.plain import dataset, padded
 from tests.hf.test_own_losses import Focal
-from tests.hf.tiny import refused, tiny_llama
+from tests.hf.tiny import refused, tiny_llama, tiny_model
 from tests.hf.trainers import trainer_of
 
 # Methods that answer a question: how often they are asked changes nothing.
@@ -177,3 +177,17 @@ def test_a_pipeline_refuses_what_its_stages_do_themselves(tmp_path):
     trainer.model.lm_head.register_forward_hook(lambda *args: None)
     with refused("lambda> on lm_head with pipeline_parallel_size=2"):
         FlexSeqCallback(trainer, args)
+
+
+# ---- what is said
+
+
+def test_documents_that_see_each_other_under_the_plain_trainer_are_named_in_the_log(
+    tmp_path, caplog
+):
+    for name in ("GptOss", "Llama"):  # of which transformers masks the second one's by positions
+        caplog.clear()
+        model = tiny_model(name, vocab_size=64)
+        make(Trainer, tmp_path, model=model, collator=DataCollatorWithFlattening())
+        said = [r.message for r in caplog.records if "documents of a packed row" in r.message]
+        assert len(said) == (name == "GptOss"), said

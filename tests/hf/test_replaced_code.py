@@ -137,6 +137,11 @@ def hooked(model, patch):
     mlp.register_forward_hook(lambda module, args, out: out + 0.1 * out.mean(1, keepdim=True))
 
 
+def scaling(model, patch):
+    """The norms behind it hide the scale from the loss, not from gradients."""
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out / out.std())
+
+
 def clipping_gradients(model, patch):
     model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
@@ -155,6 +160,7 @@ def rotating_twice(model, patch):
 
 
 ATTENTION, ONE_ROW, LATE = "runs shifted_attention of tests", "two sequences", "while it trains"
+HIDDEN = "hidden states of two sequences in one row are"
 ALONE = "tokens that see themselves alone"
 GRADIENTS = "changes gradients of each micro-batch"
 EXACT = None
@@ -174,6 +180,7 @@ CHANGES = {
     "within a sequence": (within, ALONE, LATE),
     "mixing norm": (as_module("model.layers.0.input_layernorm", MeanNorm), ONE_ROW, LATE),
     "mixing hook": (hooked, ONE_ROW, LATE),
+    "scaling hook": (scaling, HIDDEN, LATE),
     "hook on gradients": (clipping_gradients, GRADIENTS, GRADIENTS),
     "mixing activation": (function_on_a_module(mixing_activation), ONE_ROW, None),
     "token-wise activation": (function_on_a_module(squared_relu), EXACT, None),

@@ -15,7 +15,7 @@ from hf_flexseq.base import versions
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.loss_kinds import reads_logits_of_all_tokens, reads_sums
 from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS
-from hf_flexseq.hf.refusals.trainer import check_trainer
+from hf_flexseq.hf.trainer.checks import check_trainer
 from tests.differential.case import sft_trainer
 from tests.hf.test_checks import make_trainer
 from tests.hf.tiny import SIZES, refused

@@ -20,9 +20,9 @@ from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
 from hf_flexseq.pipeline.planning.walk import check, makespan_ns
 from hf_flexseq.pipeline.trainer import engine as engine_module
+from hf_flexseq.pipeline.trainer.checks import REPLACED
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from hf_flexseq.pipeline.trainer.mixin import PipelineMixin
-from hf_flexseq.pipeline.trainer.refusals import REPLACED
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.planner.process.client import InlinePlanner
 from tests.budget import others_nightly

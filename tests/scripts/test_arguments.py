@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from hf_flexseq.base.refusals import refuse
-from hf_flexseq.hf.refusals import trainer as refusals
-from hf_flexseq.hf.refusals.trainer import ON_SAMPLES, TRAINER
+from hf_flexseq.hf.trainer import checks as refusals
+from hf_flexseq.hf.trainer.checks import ON_SAMPLES, TRAINER
 from tests.hf.tiny import tiny_llama
 from tests.versions import since
 

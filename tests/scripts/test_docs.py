@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_flexseq
 from hf_flexseq import FlexSeqArguments
-from hf_flexseq.hf.refusals.overrides import RULES
+from hf_flexseq.hf.trainer.overrides import RULES
 from tests.hf.tiny import documents, tiny_llama
 from tests.programs import ROOT
 from tests.scripts.docs_blocks import FENCE

@@ -51,7 +51,7 @@ class StateCarry:
         self.sequences: dict[CarryKey, _Sequence] = {}
 
     def bytes(self) -> int:
-        """Return the memory of all that is carried."""
+        """Return the memory of the carried tensors."""
         total = 0
         for sequence in self.sequences.values():
             tensors = [*sequence.values.values()]

@@ -21,7 +21,7 @@ NO_SCORES = Scores(1.0)  # which programs without attention do not read
 
 
 class RecurrentContext(Protocol):
-    """All that a recurrent layer must know of the tokens that this rank works on."""
+    """A recurrent layer's knowledge of the tokens that this rank works on."""
 
     @property
     def programs(self) -> MicroBatchPrograms:

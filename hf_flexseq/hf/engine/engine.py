@@ -36,6 +36,7 @@ from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
+from hf_flexseq.hf.engine.accelerator_checks import check_accelerator
 from hf_flexseq.hf.engine.cost_source import CostSource, named_cost
 from hf_flexseq.hf.engine.engine_setup import EngineSetup
 from hf_flexseq.hf.engine.finished_steps import FinishedSteps
@@ -49,7 +50,6 @@ from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.loss_kinds import check_own_loss
 from hf_flexseq.hf.model.shared_prefixes import OFF
-from hf_flexseq.hf.refusals.accelerator import check_accelerator
 from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan import Plan
 from hf_flexseq.planner.process.client import Planner, start_planner

@@ -21,7 +21,7 @@ from hf_flexseq.program.tags import HEAD_PIECES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSetup:
-    """Holds all that an engine has before it has seen a model."""
+    """The parts of an engine before it has seen a model."""
 
     accelerator: Accelerator
     args: FlexSeqArguments

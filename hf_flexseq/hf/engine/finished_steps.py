@@ -79,7 +79,7 @@ class FinishedSteps:
         self._gather(due)
 
     def forget(self) -> None:
-        """Forget all that has not been gathered."""
+        """Forget figures that were not gathered."""
         self._watch.forget()
         self._unread = None
 

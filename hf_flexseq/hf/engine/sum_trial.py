@@ -12,6 +12,10 @@ step and on each rank alone. The padded batch has no `seq_ctx`: the model runs i
 attention and loss. If the trainer computes its loss on its own batches, the squares of its head's
 figures take the place of the loss.
 
+A loss may hide a mixture: behind a norm, hidden states divided by their size in the whole row have
+nearly the same loss and other gradients. So the last hidden states of tokens are compared, too, in
+32 bits and more: rounding to 16 bits hides as much.
+
 Which tokens of a sequence lie side by side is the plan's choice, too, so nothing but attention may
 look at them. If each token is a sequence by itself, attention sees no other one, and the order of
 tokens must not matter.
@@ -29,7 +33,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -68,9 +72,19 @@ _MOVED = [4 * index % sum(TOKENS) for index in range(sum(TOKENS))]  # another or
 # Losses are often in float32 under a model in float64.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _TOLERANCE_OF_16_BITS = 3e-2
+_TOLERANCE_OF_HIDDEN = 1e-5  # a pretrained Llama of 30 layers has 4e-7 in float32
 
 # the model, as accelerate has wrapped it, and inputs of a micro-batch -> a sum over its tokens
 Value = Callable[[nn.Module, Inputs], torch.Tensor]
+
+
+class Found(NamedTuple):
+    """The results of one forward."""
+
+    value: float
+
+    hidden: torch.Tensor | None
+    """The model's last hidden states, [tokens, width]; None without any."""
 
 
 class TwoSequences:
@@ -87,16 +101,21 @@ class TwoSequences:
         accelerate has wrapped it."""
         self._whole_model = whole_model
         self._name = type(base).__name__
+        self._body = base.base_model
         self._model = model
         self._columns = _short_columns(real_tokens(row))
         self._virtual_tokens = row.virtual_tokens
         dtype = compute_dtype(base, whole_model.setup.accelerator)
         self._tolerance = _TOLERANCES.get(dtype, _TOLERANCE_OF_16_BITS)
+        # TF32 rounds as 16 bits do
+        has_32_bits = torch.get_float32_matmul_precision() == "highest"
+        self._compares_hidden = dtype in _TOLERANCES and has_32_bits
 
     def difference(self, value: Value, *, pads: bool) -> str | None:
         """Return in words that the value of both is not the sum of their values, in one row or in
-        a padded batch, or that an order of tokens matters outside of attention; None where neither
-        is so. pads: True to compute the value of a padded batch, too.
+        a padded batch, that a token's hidden states depend on the other sequence, or that an order
+        of tokens matters outside of attention; None where nothing is so. pads: True to compute the
+        value of a padded batch, too.
 
         The model is in training mode, without dropout; where values of one row differ from call to
         call, in evaluation mode. Where they differ even then, nothing can be said, and a warning
@@ -105,9 +124,10 @@ class TwoSequences:
         stable = []
         for training in (True, False):  # all ranks compute in both, whatever each has found
             with _without_dropout(self._model, training=training):
-                once, again = self._value(value, 0, TOKENS), self._value(value, 0, TOKENS)
+                once, again = self._found(value, 0, TOKENS), self._found(value, 0, TOKENS)
                 found = self._difference(value, once, pads=pads)
-            if abs(once - again) <= self._tolerance * (abs(once) + abs(again)):
+            size = abs(once.value) + abs(again.value)
+            if abs(once.value - again.value) <= self._tolerance * size:
                 stable.append(found)
         if stable:
             return stable[0]
@@ -118,32 +138,47 @@ class TwoSequences:
         )
         return None
 
-    def _difference(self, value: Value, together: float, *, pads: bool) -> str | None:
-        """Return the difference between values, in words; None without one. together: the value of
+    def _difference(self, value: Value, together: Found, *, pads: bool) -> str | None:
+        """Return the difference between results, in words; None without one. together: those of
         both in one row."""
-        first = self._value(value, 0, TOKENS[:1])
-        second = self._value(value, TOKENS[0], TOKENS[1:])
+        first = self._found(value, 0, TOKENS[:1])
+        second = self._found(value, TOKENS[0], TOKENS[1:])
         # of all tokens in one row, each a sequence by itself at its own position
         by_itself, moved = (
-            self._value(value, 0, (1,) * sum(TOKENS), is_moved=is_moved)
+            self._found(value, 0, (1,) * sum(TOKENS), is_moved=is_moved)
             for is_moved in (False, True)
         )
-        forms = {"in one row": together}
+        forms = {"in one row": together.value}
         if pads:
             where = "in a padded batch, as the plain Trainer has them"
             forms[where] = self._padded_value(value)
         for where, loss in forms.items():
-            if not self._is_alike(loss, first, second):
+            if not self._is_alike(loss, first.value, second.value):
                 return (
-                    f"two sequences have the losses {first:.6g} and {second:.6g} apart, but "
-                    f"{loss:.6g} {where}"
+                    f"two sequences have the losses {first.value:.6g} and {second.value:.6g} "
+                    f"apart, but {loss:.6g} {where}"
                 )
-        if not self._is_alike(by_itself, moved):
+        if not self._is_alike(by_itself.value, moved.value):
             return (
-                f"tokens that see themselves alone have the loss {by_itself:.6g}, and "
-                f"{moved:.6g} in another order"
+                f"tokens that see themselves alone have the loss {by_itself.value:.6g}, and "
+                f"{moved.value:.6g} in another order"
             )
+        apart = self._hidden_apart(together, first, second)
+        if apart > _TOLERANCE_OF_HIDDEN:
+            return f"hidden states of two sequences in one row are {apart:.2g} off those apart"
         return None
+
+    def _hidden_apart(self, together: Found, *parts: Found) -> float:
+        """Return how far hidden states are from those of parts, relative to their size; 0 where
+        that is unknown."""
+        own = [one.hidden for one in parts if one.hidden is not None]
+        if not self._compares_hidden or together.hidden is None or len(own) < len(parts):
+            return 0.0
+        both = torch.cat(own)
+        if both.shape != together.hidden.shape:
+            return 0.0
+        apart = float((together.hidden - both).norm() / together.hidden.norm())
+        return apart if math.isfinite(apart) else 0.0
 
     def _is_alike(self, value: float, *parts: float) -> bool:
         """Tell if a value is the sum of others, or not finite, as an unknown one."""
@@ -153,15 +188,15 @@ class TwoSequences:
     def are_alike(self, value: Value, other: Value) -> tuple[bool, float, float]:
         """Return whether two values of both sequences in one row are alike, and both values."""
         with _without_dropout(self._model, training=False):
-            found = self._value(value, 0, TOKENS), self._value(other, 0, TOKENS)
+            found = [self._found(one, 0, TOKENS).value for one in (value, other)]
         size = sum(map(abs, found))
-        return abs(found[0] - found[1]) <= self._tolerance * size, *found
+        return abs(found[0] - found[1]) <= self._tolerance * size, found[0], found[1]
 
-    def _value(
+    def _found(
         self, value: Value, start: int, lengths: tuple[int, ...], *, is_moved: bool = False
-    ) -> float:
-        """Return the value of sequences that begin at token `start` of the columns. is_moved: True
-        for all tokens in another order."""
+    ) -> Found:
+        """Return the results of sequences that begin at token `start` of the columns. is_moved:
+        True for all tokens in another order."""
         tokens = _MOVED if is_moved else slice(start, start + sum(lengths))
         own = {name: column[tokens] for name, column in self._columns.items()}
         row = SourceRow(columns=own, lengths=lengths)
@@ -192,19 +227,29 @@ class TwoSequences:
         ones = [torch.ones(length, dtype=torch.int64) for length in TOKENS]
         batch["attention_mask"] = pad_sequence(ones, batch_first=True).to(device)
         try:
-            return self._computed(value, batch)
+            return self._computed(value, batch).value
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             logger.info("the loss of a padded batch is not compared: %s", error)
             return math.nan
 
-    def _computed(self, value: Value, inputs: Inputs) -> float:
-        """Return a value of inputs, without gradients."""
+    def _computed(self, value: Value, inputs: Inputs) -> Found:
+        """Return the results of inputs, without gradients."""
         router = self._whole_model.router
+        hidden: list[torch.Tensor] = []
+
+        def keep(module: nn.Module, args: Any, outputs: Any) -> None:
+            last = outputs[0]
+            if isinstance(last, torch.Tensor) and last.is_floating_point():
+                hidden[:] = [last.flatten(0, -2).double()]
+
         with ExitStack() as around:
             around.enter_context(torch.no_grad())
             if router is not None:
                 around.enter_context(router.noting())
-            return float(value(self._model, inputs))
+            hook = self._body.register_forward_hook(keep)
+            around.callback(hook.remove)
+            found = float(value(self._model, inputs))
+        return Found(found, hidden[0] if hidden else None)
 
 
 # Columns that a padded batch of the plain Trainer does not have.

@@ -25,9 +25,13 @@ from hf_flexseq.hf.losses.predictions import TokenPredictions, without_metrics
 from hf_flexseq.hf.losses.step_loss import Prediction, RunStep, StockPrediction
 from hf_flexseq.hf.losses.token_means import TokenMeans
 from hf_flexseq.hf.losses.watch import LabelGuard
-from hf_flexseq.hf.model.loss_kinds import reads_fused_head, reads_sums, set_later
+from hf_flexseq.hf.model.loss_kinds import (
+    has_other_compute_loss,
+    reads_fused_head,
+    reads_sums,
+    set_later,
+)
 from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS, USERS_CODE
-from hf_flexseq.hf.refusals.overrides import has_other_compute_loss
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.prefetch import Step

@@ -48,7 +48,7 @@ class PlannedOutput(ModelOutput):
         raise refusal_of(f"outputs[{key!r}]")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field. Raises NotImplementedError for one that is not there."""
+        """Return a field. Raises NotImplementedError for a missing one."""
         return self[key]
 
 

@@ -2,6 +2,7 @@
 tokens are. A whole model and a model in stages draw such steps alike, and run them differently.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from hf_flexseq.hf.losses.step_loss import StepLoss
 from hf_flexseq.steps.logged_loss import StepLosses
 from hf_flexseq.steps.step_items import step_items
 
+logger = logging.getLogger(__name__)
+
 
 class PlannedLoss(StepLoss):
     """Draws planned steps in place of batches, and sums the losses of an evaluation."""
@@ -26,6 +29,7 @@ class PlannedLoss(StepLoss):
         super().__init__(trainer, engine)
         self._sum = EvaluationLoss()  # of the evaluation that runs
         self._losses = StepLosses()
+        self._had_targets = True
 
     # ---- training
 
@@ -41,6 +45,14 @@ class PlannedLoss(StepLoss):
             check_first_step(step, self._trainer)
         if step is None:
             return [], None
+        if not step.items and self._had_targets:
+            self._had_targets = False
+            if self._trainer.is_world_process_zero():
+                logger.warning(
+                    "step %d has no target token (all labels are -100): its loss is 0, where the "
+                    "plain Trainer logs NaN; further such steps are not named",
+                    number + 1,
+                )
         return step_items(step, num_batches), divisor(step.items, device)
 
     def _note(self, value: torch.Tensor) -> None:

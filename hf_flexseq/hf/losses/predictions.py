@@ -10,7 +10,7 @@ The plain Trainer has logits [B, S, V] of a padded batch on the rank that drew i
 4. these values   are gathered into the places of the batch's tokens; padding is -100
 
 and everything after that is the Trainer's own loop. Whole vocabularies of logits, above all, are
-refused before (`refusals/predictions.py`).
+refused before (`prediction_checks.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.losses.prediction_checks import as_given, value_parts
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
 from hf_flexseq.hf.model.loss_kinds import has_own_loss
 from hf_flexseq.hf.model.router import TOTALS
-from hf_flexseq.hf.refusals.predictions import as_given, value_parts
 from hf_flexseq.kernels.chunked_loss import chunk_rows
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import READ, ModelCall, images_in, types_in

@@ -22,8 +22,8 @@ from transformers import Trainer
 
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import CountedBatches, batches_on_host
+from hf_flexseq.hf.losses.prediction_checks import check_predictions
 from hf_flexseq.hf.losses.predictions import TokenPredictions
-from hf_flexseq.hf.refusals.predictions import check_predictions
 
 # The Trainer's own methods.
 StockPreparation = Callable[[Any], Any]  # batch -> what the loss gets

@@ -138,6 +138,11 @@ def _runs_users_code(trainer: Trainer) -> bool:
     return bool(users_methods(trainer, (*METHODS_OF_LOSS, FIGURES)))
 
 
+def has_other_compute_loss(trainer: Trainer) -> bool:
+    """Tell if a trainer has another `compute_loss` than `Trainer`."""
+    return type(trainer).compute_loss is not Trainer.compute_loss
+
+
 def set_later(trainer: Trainer) -> str | None:
     """Return the name of a method of the loss that the user has put on a trainer; None without
     one."""

@@ -46,12 +46,14 @@ from hf_flexseq.base.refusals import together
 from hf_flexseq.base.registry import PIPELINE, object_of
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.hf.engine.accelerator_checks import check_accelerator
 from hf_flexseq.hf.engine.dataset_checks import check_examples, check_labels, check_rows
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.evaluation import left_unprepared
 from hf_flexseq.hf.losses.next_token import NextTokenLoss
 from hf_flexseq.hf.losses.on_samples import LossOnSamples
 from hf_flexseq.hf.losses.outputs import PlannedSmoother
+from hf_flexseq.hf.losses.prediction_checks import check_predictions, wants_predictions
 from hf_flexseq.hf.losses.step_loss import StepLoss
 from hf_flexseq.hf.losses.watch import StepInFront
 from hf_flexseq.hf.model.attachments import ModelSettings
@@ -59,11 +61,9 @@ from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.compiled_regions import leave_others_uncompiled
 from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss_kinds import has_own_loss, is_objective, is_on_samples
-from hf_flexseq.hf.refusals.accelerator import check_accelerator
-from hf_flexseq.hf.refusals.overrides import OF_SHARDED_CHECKPOINTS
-from hf_flexseq.hf.refusals.predictions import check_predictions, wants_predictions
-from hf_flexseq.hf.refusals.trainer import check_loss_of_model, check_trainer
 from hf_flexseq.hf.trainer.checkpoint_forms import ShardedCheckpoints, accepted_by_trainer
+from hf_flexseq.hf.trainer.checks import check_loss_of_model, check_trainer
+from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.trainer.resume import Factors, Resumed, check_factors, choose_checkpoint
 from hf_flexseq.hf.trainer.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.trainer.step_memory import StepMemory

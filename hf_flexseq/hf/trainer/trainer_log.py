@@ -12,7 +12,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_flexseq.hf.engine.dataset_checks import dropped_in
-from hf_flexseq.hf.refusals.overrides import remarks
+from hf_flexseq.hf.trainer.overrides import remarks
 from hf_flexseq.steps.console import Predictions, beside_bars
 from hf_flexseq.steps.trace import LogFigures, logged_figures, plan_line
 

@@ -58,8 +58,8 @@ from hf_flexseq.pipeline.reduction import equalise, reduce_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import Stage, cut
 from hf_flexseq.pipeline.step import RankChunks, traced
+from hf_flexseq.pipeline.trainer.checks import check_divides
 from hf_flexseq.pipeline.trainer.loading import stage_of
-from hf_flexseq.pipeline.trainer.refusals import check_divides
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.learned_cost import corrected_cost

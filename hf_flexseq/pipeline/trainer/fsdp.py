@@ -16,7 +16,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from hf_flexseq.hf.model.facts import autocast_dtype
-from hf_flexseq.pipeline.trainer.refusals import check_fsdp_of_stages
+from hf_flexseq.pipeline.trainer.checks import check_fsdp_of_stages
 
 
 def check_fsdp(trainer: Any) -> bool:

@@ -37,15 +37,15 @@ from hf_flexseq.pipeline.optimizer import (
     trained_names,
 )
 from hf_flexseq.pipeline.reduction import gradient_norm
-from hf_flexseq.pipeline.trainer.engine import PipelineEngine
-from hf_flexseq.pipeline.trainer.fsdp import check_fsdp, take_over_fsdp
-from hf_flexseq.pipeline.trainer.loading import load_stage_of
-from hf_flexseq.pipeline.trainer.loss import LossOfStages
-from hf_flexseq.pipeline.trainer.refusals import (
+from hf_flexseq.pipeline.trainer.checks import (
     check_divides,
     check_pipeline_trainer,
     check_replaced,
 )
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
+from hf_flexseq.pipeline.trainer.fsdp import check_fsdp, take_over_fsdp
+from hf_flexseq.pipeline.trainer.loading import load_stage_of
+from hf_flexseq.pipeline.trainer.loss import LossOfStages
 
 logger = logging.getLogger(__name__)
 

@@ -101,7 +101,7 @@ def _arguments(case, folder):
         return arguments | {
             "train_dataset": sources.DATASETS[case.data][0](rows),
             "eval_dataset": sources.evaluation_rows(case.collator),
-            "data_collator": lambda examples: collator(examples),  # one for each trainer
+            "data_collator": collator,
         }
     if case.data == "texts":
         train, evaluated = (sources.prompts_and_completions(n, even=n == 8) for n in (26, 8))

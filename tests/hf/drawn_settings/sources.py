@@ -202,8 +202,11 @@ def language_modeling(examples):
     return DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)(rows)
 
 
-def flattened(examples):
-    return DataCollatorWithFlattening()(copy.deepcopy(examples))
+class Flattened(DataCollatorWithFlattening):
+    """Leaves the examples as they are, for the other trainer of a case."""
+
+    def __call__(self, features, **given):
+        return super().__call__(copy.deepcopy(features), **given)
 
 
 def longest_masked(examples):
@@ -258,7 +261,7 @@ COLLATORS = {
     "random labels": (shuffled_labels, 0.7),
     "positions": (with_positions, 1),
     "no mask": (without_mask, 1),
-    "flattened": (flattened, 1),
+    "flattened": (Flattened(), 1),
     "truncated": (truncated, 1),
     "truncated to shortest": (truncated_to_shortest, 0.5),
 }

@@ -24,6 +24,7 @@ from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.loss_kinds import (
     FIGURES,
     check_own_loss,
+    has_other_compute_loss,
     has_own_loss,
     is_objective,
     is_on_samples,
@@ -40,7 +41,7 @@ from hf_flexseq.hf.model.router import (
     router_facts,
 )
 from hf_flexseq.hf.model.sharding import resolve_sync
-from hf_flexseq.hf.refusals.overrides import check_overrides, has_other_compute_loss
+from hf_flexseq.hf.trainer.overrides import check_overrides
 from hf_flexseq.steps.users_code import package
 
 logger = logging.getLogger(__name__)

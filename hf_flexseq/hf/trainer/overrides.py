@@ -12,17 +12,20 @@ A table of docs/migrating.md is made of these rules (`scripts/pages/render.py`).
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from transformers import Trainer
+import torch
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, is_objective, plain_model
+from hf_flexseq.hf.model.small import plain_options, small_model
 from hf_flexseq.steps.users_code import (
     is_known,
     users_backward_hooks,
@@ -106,11 +109,6 @@ OF_SHARDED_CHECKPOINTS = (
 )
 
 
-def has_other_compute_loss(trainer: Any) -> bool:
-    """Tell if a trainer has another `compute_loss` than `Trainer`."""
-    return type(trainer).compute_loss is not Trainer.compute_loss
-
-
 def check_overrides(trainer: Any) -> None:
     """Raise NotImplementedError for overrides of the user's that would be ignored."""
     ignored = []
@@ -170,3 +168,30 @@ def _other_arguments(trainer: Any) -> Iterator[str]:
             "with it, unless attn_implementation is a FlashAttention; with hf_flexseq they do "
             "not. Training needs no cache: leave it out"
         )
+    elif _packs(trainer) and _joins_documents(plain_model(trainer)):
+        yield (
+            f"under the plain Trainer documents of a packed row see each other in {model}, unless "
+            "a FlashAttention or a kernel of recurrent layers keeps them apart; with hf_flexseq "
+            "they do not"
+        )
+
+
+def _packs(trainer: Any) -> bool:
+    """Tell if the user's collator makes one row of several documents."""
+    given = trainer.data_collator
+    collator = getattr(given, "example_collator", given)
+    is_free = getattr(collator, "padding_free", False)  # of TRL
+    return isinstance(collator, DataCollatorWithFlattening) or bool(is_free)
+
+
+def _joins_documents(model: PreTrainedModel) -> bool:
+    """Tell if a small model of the same kind, by transformers' own forward, has other results for
+    a document behind another one. False where none can be made."""
+    with suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
+        small = small_model(type(model), plain_options(model.config.to_diff_dict())).eval()
+        ids = torch.arange(3, 14)[None]
+        positions = torch.cat([torch.arange(6), torch.arange(5)])[None]
+        alone = small(ids[:, 6:], use_cache=False).logits
+        packed = small(ids, position_ids=positions, use_cache=False).logits[:, 6:]
+        return bool((packed - alone).norm() > 1e-4 * alone.norm())
+    return False
