@@ -150,9 +150,6 @@ def adapted(name):
     return model
 
 
-# ---- what is refused, and what is exact
-
-
 PROMPTS = {"PROMPT_TUNING", "P_TUNING"}  # see test_prompts.py
 INEXACT = {  # by case: what the message says
     "PREFIX_TUNING": "PREFIX_TUNING of PEFT .its keys are in no sequence",

@@ -1,6 +1,5 @@
 """The next step is dispatched while this one runs, and figures are read a step later where the
-device works behind the host. Neither shows: in gradients, in the log, in the plan trace, or in
-errors."""
+device works behind the host. Neither shows: in the log, in the plan trace, or in errors."""
 
 import json
 

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import transformers
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.image_rows import images_of_rows, parts_of_rows
@@ -99,3 +101,34 @@ def test_a_placeholder_that_is_text_by_its_type_is_text():
 def test_a_placeholder_without_pixels_is_refused(kinds):
     with refused("1 tokens 58, which stand for parts of videos, and no pixels", ValueError):
         read(kinds)
+
+
+# ---- models that take text alone
+
+WITH_IMAGES = transformers.Gemma3Config(image_token_id=9)
+TYPES = {"token_type_ids": torch.tensor([0, 1])}
+
+
+@pytest.mark.parametrize(
+    ("config", "columns", "message"),
+    [
+        (WITH_IMAGES, TYPES, "token_type_ids marks tokens of images"),
+        (
+            WITH_IMAGES,
+            {"mm_token_type_ids": torch.tensor([0, 2])},
+            "mm_token_type_ids marks tokens",
+        ),
+        (WITH_IMAGES, {"input_ids": torch.tensor([5, 9])}, "the token 9, config.image_token_id"),
+        (WITH_IMAGES, {"token_type_ids": torch.tensor([0, 0])}, None),
+        (transformers.GPT2Config(), TYPES, None),
+    ],
+)
+def test_tokens_of_images_are_refused_where_a_model_takes_text(config, columns, message):
+    text = {"input_ids": torch.tensor([5, 6])}
+    row = SourceRow(columns=text | columns, lengths=(2,))
+    reader = reader_of_text(config, "its layers see both ways")
+    if message is None:
+        assert reader is None or reader.read(row).columns is row.columns
+        return
+    with refused(message):
+        reader.read(row)

@@ -1,4 +1,4 @@
-"""What a process holds after many trainers, and how a script ends."""
+"""What a process holds after many trainers."""
 
 import gc
 import os

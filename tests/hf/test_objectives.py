@@ -1,5 +1,6 @@
 """Trainers whose loss is computed on whole samples: the plain trainer's weights and figures on two
-ranks, what cannot be computed exactly is refused in one line, and the model is left as it was."""
+ranks, what cannot be computed exactly is refused in one line, and the model is left as it was. So
+do trainers whose samples serve several steps, and that of distillation."""
 
 import math
 import random

@@ -1,7 +1,7 @@
 """Models with images give the same loss and gradients, of text, projector and tower, under any
 plan, to rounding: float64, random legal plans that cut images anywhere, against one process that
-takes one example at a time through the model's own forward, with pixels. And where one pixel
-changes, exactly those outputs change that change in one process."""
+takes one example at a time through the model's own forward, with pixels. Images that rows share
+are encoded once; steps with images and steps of text follow on each other."""
 
 from contextlib import nullcontext
 

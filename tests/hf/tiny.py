@@ -1,4 +1,4 @@
-"""A model, documents, and what one process makes of them."""
+"""A model, documents, what one process makes of them, and steps of a loop under random plans."""
 
 import random
 from collections.abc import Iterator
