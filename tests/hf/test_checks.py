@@ -114,6 +114,14 @@ def test_settings_that_are_refused(tmp_path, kind, settings, message):
         make_trainer(tmp_path, **settings)
 
 
+@pytest.mark.skipif(
+    not hasattr(TrainingArguments, "activation_checkpointing_kwargs"), reason="transformers < 5.23"
+)
+def test_the_other_spelling_of_checkpointing(tmp_path):
+    settings = {"activation_checkpointing_kwargs": {"every_n_layers": 2}}
+    make_trainer(tmp_path, activation_checkpointing=True, **settings)
+
+
 def plain_trainer(folder, *, settings=(), **given):
     args = arguments(folder, TrainingArguments, **dict(settings))
     return Trainer(model=tiny_llama(), args=args, train_dataset=DATA, **given)

@@ -2,8 +2,9 @@
 Trainer's weights; so do steps of a loop under ZeRO those under DDP. FSDP2 and HSDP follow each
 policy for gathers and reductions.
 
-DeepSpeed takes no float64 parameters, so both sides are float32; the larger learning rate keeps
-the rounding of the weights themselves, which both sides have, small beside the update.
+The Trainer's argument `deepspeed` takes no float64 parameters, so both sides are float32; the
+larger learning rate keeps the rounding of the weights themselves, which both sides have, small
+beside the update.
 """
 
 from collections import Counter
