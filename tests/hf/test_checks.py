@@ -122,8 +122,8 @@ def test_the_other_spelling_of_checkpointing(tmp_path):
     make_trainer(tmp_path, activation_checkpointing=True, **settings)
 
 
-def plain_trainer(folder, *, settings=(), **given):
-    args = arguments(folder, TrainingArguments, **dict(settings))
+def plain_trainer(folder, **given):
+    args = arguments(folder, TrainingArguments)
     return Trainer(model=tiny_llama(), args=args, train_dataset=DATA, **given)
 
 

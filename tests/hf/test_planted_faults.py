@@ -28,39 +28,29 @@ def pickled(planted, path):
     path.write_bytes(pickle.dumps(planted))
 
 
-def files_read(original, folder, resume, prefixes=("",), by_torch=(), plants=True, meet=None):
+def files_read(original, folder, resume, prefixes=("",), by_torch=()):
     """The files of a checkpoint that a resumed run has refused, each in turn replaced by a pickle,
-    which was not executed. All random numbers are replaced together, as each rank reads its own.
+    which was not executed.
 
     prefixes: of names of the files that are replaced. by_torch: suffixes of files that are also
-    replaced by a pickle as torch writes it. plants: whether this rank does that. meet: waits for
-    the other ranks.
+    replaced by a pickle as torch writes it.
     """
-    meet = meet or (lambda: None)
     checkpoint = folder / "planted"
     names = [path.relative_to(original) for path in original.rglob("*") if path.is_file()]
     read = []
     for name in sorted(path.as_posix() for path in names):
         ways = (pickled, torch.save) if name.endswith(by_torch) else (pickled,)
         for plant in ways if name.startswith(prefixes) else ():
-            if plants:
-                shutil.copytree(original, checkpoint)
-                (checkpoint / MARKER).unlink()
-                (checkpoint / MANIFEST).unlink()
-                plant(Planted(folder), checkpoint / name)
-                if name.startswith("rng_state"):
-                    for other in checkpoint.glob("rng_state*"):
-                        plant(Planted(folder), other)
-            meet()
+            shutil.copytree(original, checkpoint)
+            (checkpoint / MARKER).unlink()
+            (checkpoint / MANIFEST).unlink()
+            plant(Planted(folder), checkpoint / name)
             try:
                 resume(str(checkpoint))
             except REFUSALS:
                 read.append(name)
-            meet()
             assert not marks(folder), (name, plant)
-            if plants:
-                shutil.rmtree(checkpoint)
-            meet()
+            shutil.rmtree(checkpoint)
     return read
 
 

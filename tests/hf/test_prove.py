@@ -126,10 +126,8 @@ def test_a_model_that_loses_digits_may_be_as_far_as_its_float32_and_no_further(l
 # ---- images, and router losses
 
 
-def vision_model(name, options=None):
-    return probe.lively_copy(
-        small_model(getattr(transformers, name), options or {}), torch.float64
-    )
+def vision_model(name):
+    return probe.lively_copy(small_model(getattr(transformers, name), {}), torch.float64)
 
 
 FORMS = {

@@ -71,10 +71,9 @@ def model_of(checkpointing=True, **config):
     return model
 
 
-def loss_of(model, seq_ctx, added=0):
-    """added: to every token, which makes another forward."""
+def loss_of(model, seq_ctx):
     positions = torch.cat([torch.arange(s.start, s.stop) for s in seq_ctx.shard.slices])[None]
-    tokens = (positions + added) % VOCAB
+    tokens = positions % VOCAB
     outputs = model(input_ids=tokens, position_ids=positions, seq_ctx=seq_ctx, use_cache=False)
     return outputs.logits.square().sum()
 
@@ -163,10 +162,10 @@ def test_a_trainer_keeps_attention_unless_told_otherwise(tmp_path):
 # ---- other ways to checkpoint
 
 
-def run_alone(model, *, backward=torch.Tensor.backward, added=0, **options):
+def run_alone(model, *, backward=torch.Tensor.backward, **options):
     """Kernel forwards and gradients of one step on one process."""
     seq_ctx, forwards = make_context(**options)
-    backward(loss_of(model, seq_ctx, added))
+    backward(loss_of(model, seq_ctx))
     assert not seq_ctx.kept
     return forwards.calls, gradients(model)
 

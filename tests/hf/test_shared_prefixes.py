@@ -49,9 +49,9 @@ def spared(run):
 # ---- a loss that is a sum over tokens
 
 
-def conversations(count, scale=1):
+def conversations(count):
     """Rows of which several begin alike: a prompt with answers, an agent's growing context, rows
-    that repeat each other, and some by themselves. scale: of prompts and contexts."""
+    that repeat each other, and some by themselves."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(tokens):
@@ -59,10 +59,10 @@ def conversations(count, scale=1):
 
     rows = []
     while len(rows) < count:
-        prompt, answers = drawn(24 * scale), [drawn(n) for n in (3, 9, 1)]
+        prompt, answers = drawn(24), [drawn(n) for n in (3, 9, 1)]
         for answer in answers:
             rows.append((prompt + answer, [-100] * len(prompt) + answer))
-        context = drawn(20 * scale)
+        context = drawn(20)
         for _ in range(3):
             answer = drawn(6)
             rows.append((context + answer, [-100] * len(context) + answer))

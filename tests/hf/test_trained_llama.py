@@ -192,12 +192,12 @@ class Distances(TrainerCallback):
                     found[name] = squares(one, wanted), squares(wanted, begun.get_tensor(name))
 
 
-def distances_of(trainer, stock, resume=None):
+def distances_of(trainer, stock):
     """Train; what `Distances` finds."""
     distances = Distances(stock)
     distances.trainer = trainer
     trainer.add_callback(distances)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return distances.found
 
 
