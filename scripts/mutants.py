@@ -10,13 +10,14 @@ a test that nothing replaces. `--again` takes the mutants of a record, finds the
 stands, tries the recorded killers first, and so shows whether any has lost its last one.
 
 1. The mutants are drawn with a seed, each of another line of the files of `GROUPS`.
-2. pytest collects the tests once, in this process. Every test runs once, in a fork, with a probe
-   at each mutated statement: a mutant needs only the tests that reach it. Probes write to shared
-   memory, so that ranks which are forks count as well.
-3. For each mutant a fork exchanges the code of the mutated function, and runs tests, the cheapest
-   first, until `--killers` test functions have failed or `--budget` seconds of tests have passed.
-   A failure under the clock, or of a test that starts processes, counts only if the same test
-   passes right afterwards without the mutant.
+2. The files are imported with all faults in them, each behind a switch: `__is_on__(3)` notes that
+   the code of mutant 3 is reached, and is true if mutant 3 is the one that runs. Notes are in
+   memory that all forks share, ranks among them.
+3. pytest collects the tests once, in this process. Every test runs once, in a fork, with all
+   switches off: a mutant needs only the tests that reach it.
+4. For each mutant tests run in forks with its switch on, the cheapest first, until `--killers`
+   test functions have failed or `--budget` seconds of tests have passed. A failure counts if the
+   same test passes right afterwards without the mutant.
 
 The record is written after every mutant, and the same command goes on where it was stopped. Not
 seen are faults in code that runs at import, in annotations, in messages of errors, and killers
@@ -25,30 +26,29 @@ that start a new interpreter.
 
 import argparse
 import ast
+import builtins
 import contextlib
 import copy
-import functools
-import gc
-import importlib
 import json
 import mmap
+import multiprocessing
 import os
 import random
 import resource
-import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import types
 from collections import Counter
+from importlib.machinery import SourceFileLoader
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_flexseq"
+FORK = multiprocessing.get_context("fork")
 
 # What is mutated: files of the package by group, as patterns.
 GROUPS = {
@@ -61,12 +61,13 @@ GROUPS = {
     "reduction": "hf/engine/reduction hf/engine/finished_steps distributed/reduction "
     "pipeline/reduction",
     "loss": "kernels/chunked_loss kernels/token_outputs hf/model/loss hf/losses/step_loss "
-    "hf/losses/next_token hf/losses/known_weights hf/losses/token_means steps/loss_masks "
+    "hf/losses/next_token hf/losses/known_weights hf/losses/micro_batch_losses steps/loss_masks "
     "steps/logged_loss steps/row_outputs steps/figure_passes",
 }
 MOST_S = 600.0  # of a test without a mutant
 MOST_BYTES = 8 * 2**30  # data of a process, as a mutant may ask for anything
 LATE = " (time out)"  # behind a killer
+OFF = -1  # the mutant that runs, if none does
 
 # ---- the faults
 
@@ -80,44 +81,19 @@ EXCHANGED: dict[type, type] = {
 }
 OTHER_NAMES = {"min": "max", "any": "all", "minimum": "maximum", "amin": "amax"}
 OTHER_NAMES |= {other: name for name, other in OTHER_NAMES.items()}
-UNTOUCHED = (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.Global)
+UNTOUCHED = (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.pattern)
 ALIKE = (ast.Name, ast.Attribute, ast.Subscript, ast.BinOp, ast.Constant)  # are exchanged by pairs
 NO_SWAP = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "cast", "zip", "warn"}
 FOR_READERS = {"__repr__", "__str__", "describe"}
 
 
-class Mutant(NamedTuple):
-    """One fault in one file."""
-
-    group: str
-    file: str  # relative to the repository
-    function: str  # qualified name of the function with the fault
-    line: int
-    operator: str
-    old: str  # the source that is replaced
-    new: str
-    nth: int  # among equal faults of the function
-    start: int  # of the old source in the file, in bytes
-    statement: tuple[int, int]  # line and column of the statement with the fault
-
-    @property
-    def key(self) -> str:
-        return key_of(self._asdict())
-
-    def row(self) -> dict[str, Any]:
-        """Return what a record says of it; the rest is found again."""
-        names = self._fields[: self._fields.index("start")]
-        return {name: getattr(self, name) for name in names}
-
-    def source(self) -> str:
-        """Return the text of the file with the fault; every other line stays where it was."""
-        text, old, new = (ROOT / self.file).read_bytes(), self.old.encode(), self.new.encode()
-        lost = b"\n" * (self.old.count("\n") - self.new.count("\n"))
-        new = new[:-1] + lost + new[-1:]  # a line can be empty before the parenthesis that closes
-        return (text[: self.start] + new + text[self.start + len(old) :]).decode()
+Row = dict[str, Any]
+"""A mutant as a record has it: `group`; `file`, relative to the repository; `function`, its
+qualified name; `line`; `operator`; `old`, the source that is replaced; `new`; `nth`, among equal
+faults of the function. `known` are the killers of the record before, if any."""
 
 
-def key_of(row: Any) -> str:
+def key_of(row: Row) -> str:
     """Name a fault by what stays the same when lines move."""
     names = ("file", "function", "operator", "old", "new", "nth")
     return " | ".join(str(row[name]) for name in names)
@@ -181,128 +157,90 @@ def is_joined(node: ast.AST) -> bool:
     return is_text or isinstance(node, ast.JoinedStr | ast.Tuple | ast.List)
 
 
-def mutants_of(group: str, file: str) -> list[Mutant]:
-    """Return all faults that can be planted in the functions of a file."""
+def parsed(group: str, file: str) -> tuple[ast.Module, list[tuple[Row, ast.AST]]]:
+    """Return the tree of a file, and all faults of its functions with the nodes they replace."""
     source = (ROOT / file).read_bytes()
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
-    found: list[Mutant] = []
+    found: list[tuple[Row, ast.AST]] = []
     seen: Counter[str] = Counter()
 
-    def start(node: Any) -> int:
-        return starts[node.lineno - 1] + node.col_offset
-
     def text(node: Any) -> str:
-        return source[start(node) : starts[node.end_lineno - 1] + node.end_col_offset].decode()
+        first = starts[node.lineno - 1] + node.col_offset
+        return source[first : starts[node.end_lineno - 1] + node.end_col_offset].decode()
 
-    def visit(node: Any, names: tuple[str, ...], statement: Any) -> None:
+    def visit(node: Any, names: tuple[str, ...], is_inside: bool) -> None:
+        """is_inside: True for a node of a function's body."""
         if isinstance(node, UNTOUCHED) or getattr(node, "arg", "") == "strict":  # of zip
             return
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            is_class = isinstance(node, ast.ClassDef)
-            names += ("<locals>",) if statement is not None and not is_class else ()
+            is_function = isinstance(node, ast.FunctionDef)
+            names += ("<locals>",) if is_inside and is_function else ()
             for child in () if node.name in FOR_READERS else node.body:
-                visit(child, (*names, node.name), None if is_class else child)
+                visit(child, (*names, node.name), is_function)
             return
-        for operator, part, new in faults_of(node, text, names[-1]) if statement else ():
-            where = (statement.lineno, statement.col_offset)
-            given = (group, file, ".".join(names), part.lineno, operator, text(part), new)
-            mutant = Mutant(*given, nth=0, start=start(part), statement=where)
-            found.append(mutant._replace(nth=seen[mutant.key]))
-            seen[mutant.key] += 1
-        children = ast.iter_child_nodes(node)
-        if isinstance(node, ast.AnnAssign):
-            children = iter([node.target, *filter(None, [node.value])])
-        for child in children:
-            visit(child, names, child if statement and isinstance(child, ast.stmt) else statement)
+        for operator, part, new in faults_of(node, text, names[-1]) if is_inside else ():
+            row = {"group": group, "file": file, "function": ".".join(names), "line": part.lineno}
+            row |= {"operator": operator, "old": text(part), "new": new, "nth": 0}
+            seen[key_of(row)] += 1
+            found.append((row | {"nth": seen[key_of(row)] - 1}, part))
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(node, ast.AnnAssign) and child is node.annotation):
+                visit(child, names, is_inside)
 
-    visit(ast.parse(source), (), None)
-    return found
+    tree = ast.parse(source)
+    visit(tree, (), False)
+    return tree, found
 
 
-def all_mutants() -> list[Mutant]:
-    """Return all faults."""
+def all_mutants() -> list[Row]:
+    """Return all faults that can be planted. Raises ValueError for a pattern without files."""
     found = []
     for group, patterns in GROUPS.items():
-        files = {path for one in patterns.split() for path in PACKAGE.glob(f"{one}.py")}
-        for path in sorted(files):
-            found += mutants_of(group, str(path.relative_to(ROOT)))
+        by_pattern = {one: set(PACKAGE.glob(f"{one}.py")) for one in patterns.split()}
+        if empty := [one for one, files in by_pattern.items() if not files]:
+            raise ValueError(f"GROUPS: the package has no files {empty}, of {group}")
+        for path in sorted(set().union(*by_pattern.values())):
+            found += [row for row, _ in parsed(group, str(path.relative_to(ROOT)))[1]]
     return found
 
 
-def drawn(count: int, seed: int) -> list[Mutant]:
+def drawn(count: int, seed: int) -> list[Row]:
     """Return `count` mutants, each of another line."""
-    by_line: dict[tuple[str, int], list[Mutant]] = {}
-    for mutant in all_mutants():
-        by_line.setdefault((mutant.file, mutant.line), []).append(mutant)
+    by_line: dict[tuple[str, int], list[Row]] = {}
+    for row in all_mutants():
+        by_line.setdefault((row["file"], row["line"]), []).append(row)
     dice = random.Random(seed)
     return [dice.choice(by_line[line]) for line in sorted(dice.sample(sorted(by_line), count))]
 
 
-# ---- code that is exchanged while the process runs
+class Planter(ast.NodeTransformer):
+    """Puts faults beside the nodes that they replace, each behind its switch."""
+
+    def __init__(self, faults: dict[ast.AST, list[tuple[int, str]]]) -> None:
+        """faults: by node, the numbers of mutants and the new sources."""
+        self.faults = faults
+
+    def visit(self, node: ast.AST) -> Any:
+        made: Any = self.generic_visit(node)
+        for index, new in self.faults.get(node, ()):
+            if isinstance(node, ast.stmt):
+                (switch,) = ast.parse(f"if __is_on__({index}):\n {new}").body
+                switch.orelse = [made]
+            else:
+                switch = ast.parse(f"{new} if __is_on__({index}) else 0", mode="eval").body
+                switch.orelse = made
+            made = ast.copy_location(switch, node)
+        return made
 
 
-def name_of(file: str) -> str:
-    """Return the name of a module of the package."""
-    return file.removesuffix(".py").replace("/", ".")
-
-
-def compiled(file: str, source: ast.Module | str) -> types.CodeType:
-    """Return the code of a file with another source."""
-    return compile(source, str(ROOT / file), "exec", dont_inherit=True)
-
-
-def place_of(code: types.CodeType) -> tuple[str, str, int]:
-    """Return what the code of a function and that of its changed copy have in common."""
-    return code.co_filename, code.co_qualname, code.co_firstlineno
-
-
-def with_probes(file: str, probes: Any) -> ast.Module:
-    """Return a file's tree that sets `__reached__[index]` for all indices in `probes` before the
-    statement at their (line, column)."""
-    tree = ast.parse((ROOT / file).read_text())
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            statements = getattr(node, name, None)
-            if not isinstance(statements, list):  # the body of a lambda is none
-                continue
-            longer = []
-            for statement in statements:
-                for index in probes.get((statement.lineno, statement.col_offset), ()):
-                    (probe,) = ast.parse(f"__reached__[{index}] = 1").body
-                    for part in ast.walk(probe):
-                        ast.copy_location(part, statement)
-                    longer.append(probe)
-                longer.append(statement)
-            setattr(node, name, longer)
-    return tree
-
-
-class Functions:
-    """All functions of some files that this process has, whatever decorates them."""
-
-    def __init__(self, files: Any) -> None:
-        for file in files:
-            importlib.import_module(name_of(file))
-        self._by_place: dict[Any, list[types.FunctionType]] = {}
-        gc.unfreeze()  # what is frozen is not listed
-        for one in gc.get_objects():
-            is_cached = type(one) is functools._lru_cache_wrapper
-            if is_cached and str(one.__module__).startswith(PACKAGE.name):
-                one.cache_clear()  # collecting tests has called some
-            elif type(one) is types.FunctionType and "<lambda>" not in one.__qualname__:
-                self._by_place.setdefault(place_of(one.__code__), []).append(one)
-        gc.freeze()
-
-    def exchange(self, code: types.CodeType) -> int:
-        """Give functions their code in that of a changed module; return how many changed."""
-        changed = 0
-        for inner in code.co_consts:
-            if isinstance(inner, types.CodeType):
-                for function in self._by_place.get(place_of(inner), ()):
-                    changed += function.__code__ != inner
-                    function.__code__ = inner
-                changed += self.exchange(inner)
-        return changed
+def planted(file: str, indices: dict[str, int]) -> types.CodeType:
+    """Return the code of a file with switches for mutants. indices: their numbers, by key."""
+    tree, found = parsed("", file)
+    faults: dict[ast.AST, list[tuple[int, str]]] = {}
+    for row, node in found:
+        if key_of(row) in indices:
+            faults.setdefault(node, []).append((indices[key_of(row)], row["new"]))
+    return compile(Planter(faults).visit(tree), str(ROOT / file), "exec", dont_inherit=True)
 
 
 # ---- tests in forks
@@ -311,163 +249,120 @@ class Functions:
 class Runner:
     """Tests that pytest has collected, run in forks of its process: a pytest plugin."""
 
-    def __init__(self, options: argparse.Namespace, mutants: list[Mutant], save: Any) -> None:
-        """save: is called after every mutant."""
-        self.options = options
-        self.mutants = mutants
-        self.save = save
-        self.reached: dict[str, Any] = {}
-        """By test: its outcome, its seconds, and the indices of the mutants that it reaches."""
-        self._outcome = "p"  # of the test that runs, in a fork
+    def __init__(self, mutants: list[Row], killers: int, budget_s: float, save: Any) -> None:
+        """save: is called with the row of each mutant, and what was found."""
+        self.mutants, self.killers, self.budget_s, self.save = mutants, killers, budget_s, save
+        self.running = OFF
+        self.notes = mmap.mmap(-1, len(mutants))  # of this process and all its forks
+        self.seconds: dict[str, float] = {}  # of each test that passes without a mutant
+        self.reached: dict[str, set[int]] = {}  # by these tests, the numbers of mutants
+
+    def is_on(self, index: int) -> bool:
+        """Note that the code of a mutant is reached; return whether it is the one that runs."""
+        self.notes[index] = 1
+        return index == self.running
+
+    def plant(self) -> None:
+        """Have the package imported with the switches."""
+        vars(builtins)["__is_on__"] = self.is_on
+        indices = {key_of(row): index for index, row in enumerate(self.mutants)}
+        files = {row["file"] for row in self.mutants}
+        codes = {str(ROOT / file): planted(file, indices) for file in files}
+        plain = SourceFileLoader.get_code
+
+        def get_code(loader: SourceFileLoader, name: str) -> types.CodeType | None:
+            return codes.get(str(loader.path)) or plain(loader, name)
+
+        SourceFileLoader.get_code = get_code
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if not report.passed and self._outcome != "f":
-            self._outcome = "f" if report.failed else "s"
+        if not report.passed and self.outcome != "failed":
+            self.outcome = report.outcome
 
     def pytest_runtestloop(self, session: Any) -> bool:
         self.items = {item.nodeid: item for item in session.items}
-        self.folder = session.config._tmp_path_factory.getbasetemp()  # one for all forks
-        self.functions = Functions({mutant.file for mutant in self.mutants})
-        self.plant_probes()
+        for name, module in list(sys.modules.items()):
+            for one in vars(module).values() if name.startswith(PACKAGE.name) else ():
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()  # collecting tests has called some
         for test in self.items:
-            self.reached[test] = self.reach(test)
-        for index, mutant in enumerate(self.mutants):
+            self.reach(test)
+        for index, row in enumerate(self.mutants):
             found = self.find_killers(index)
-            print(index, found["state"], mutant.file, mutant.line, file=sys.stderr, flush=True)
-            self.save(mutant.row() | found)
+            print(index, found["state"], row["file"], row["line"], file=sys.stderr, flush=True)
+            self.save(row | found)
         return True
 
-    def in_fork(self, tests: list[str], prepare: Any, limit: float = 0) -> str:
-        """Run tests after `prepare()` in a fork, up to the first that fails. Return a letter for
-        each that ran: p(assed), s(kipped), f(ailed), t(ook too long). limit: seconds for each; 0
-        for what the test took without a mutant, and more."""
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                os.setpgid(0, 0)
-                os.close(read)
-                self._run(tests, prepare, write)
-            os._exit(0)
-        os.close(write)
-        said = ""
-        while len(said) < len(tests) and said[-1:] not in ("f", "t"):
-            seconds = limit or 5 * self.reached[tests[len(said)]]["seconds"] + 5
-            if select.select([read], [], [], seconds)[0]:
-                said += os.read(read, 1).decode() or "f"  # the end of the pipe: it has died
-            else:
-                said += "t"
+    def in_fork(self, test: str, index: int = OFF, seconds: float = MOST_S) -> str:
+        """Run a test with a mutant in a fork. Return passed, skipped or failed, or late if it
+        takes more than `seconds`."""
+        mine, its = FORK.Pipe(duplex=False)
+        child = FORK.Process(target=self.run, args=(test, index, its))
+        child.start()
+        its.close()
+        try:
+            outcome = mine.recv() if mine.poll(seconds) else "late"
+        except EOFError:  # it has died
+            outcome = "failed"
         with contextlib.suppress(OSError):
-            os.killpg(child, signal.SIGKILL)  # and the ranks that it has started
-        os.waitpid(child, 0)
-        os.close(read)
-        for folder in self.folder.iterdir():
-            shutil.rmtree(folder, ignore_errors=True)
-        return said
+            os.killpg(child.pid or 0, signal.SIGKILL)  # and the ranks that it has started
+        child.join()
+        mine.close()
+        return outcome
 
-    def _run(self, tests: list[str], prepare: Any, write: int) -> None:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
+    def run(self, test: str, index: int, its: Any) -> None:
+        os.setpgid(0, 0)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-        prepare()
-        for test in tests:
-            self._outcome = "p"
-            item = self.items[test]
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            os.write(write, self._outcome.encode())
+        self.running, self.outcome = index, "passed"
+        item = self.items[test]
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        its.send(self.outcome)
 
-    # ---- 2. the tests that reach a mutant
-
-    def plant_probes(self) -> None:
-        """Make the code of all mutated files with a probe at each mutant."""
-        self.shared = mmap.mmap(-1, len(self.mutants))  # by this process and its forks
-        probes: dict[str, Any] = {}
-        for index, mutant in enumerate(self.mutants):
-            probes.setdefault(mutant.file, {}).setdefault(mutant.statement, []).append(index)
-        self.with_probes = []
-        for file, of_file in probes.items():
-            self.with_probes.append(compiled(file, with_probes(file, of_file)))
-            vars(sys.modules[name_of(file)])["__reached__"] = self.shared
-
-    def set_probes(self) -> None:
-        for code in self.with_probes:
-            self.functions.exchange(code)
-
-    def reach(self, test: str) -> dict[str, Any]:
-        """Run a test without a mutant, and return what it reaches."""
-        self.shared[:] = bytes(len(self.shared))
+    def reach(self, test: str) -> None:
+        """Run a test without a mutant, and note what it reaches."""
+        self.notes[:] = bytes(len(self.notes))
         started = time.monotonic()
-        outcome = self.in_fork([test], self.set_probes, MOST_S)
-        if outcome in "ft":
-            print(f"fails without a mutant: {test}", file=sys.stderr, flush=True)
-        seconds = round(time.monotonic() - started, 2)
-        hit = [index for index, byte in enumerate(self.shared[:]) if byte]
-        return {"outcome": outcome, "seconds": seconds, "mutants": hit}
-
-    # ---- 3. the tests that kill it
+        outcome = self.in_fork(test)
+        if outcome == "passed":
+            self.seconds[test] = time.monotonic() - started
+            self.reached[test] = {index for index, byte in enumerate(self.notes[:]) if byte}
+        elif outcome != "skipped":
+            print(f"{outcome} without a mutant: {test}", file=sys.stderr, flush=True)
 
     def order(self, index: int) -> list[str]:
         """Return the tests that reach a mutant: known killers, tests in files that are named after
         its module, then others; of each the cheapest variant of every test function, then the next
         one of every function, and so on."""
-        known = self.options.known.get(self.mutants[index].key, ())
-        module = Path(self.mutants[index].file).stem
-        reaching = []
-        for test, one in self.reached.items():
-            if one["outcome"] == "p" and index in one["mutants"] and test in self.items:
-                reaching.append((one["seconds"], test))
+        known = self.mutants[index].get("known", ())
+        module = Path(self.mutants[index]["file"]).stem
         variants: Counter[str] = Counter()
         ranked = []
-        for seconds, test in sorted(reaching):
-            place = (test not in known, module not in test.partition("::")[0])
-            ranked.append((*place, variants[function_of(test)], seconds, test))
-            variants[function_of(test)] += 1
+        for test in sorted(self.seconds, key=lambda test: (self.seconds[test], test)):
+            if index in self.reached[test]:
+                place = (test not in known, module not in test.partition("::")[0])
+                ranked.append((*place, variants[function_of(test)], self.seconds[test], test))
+                variants[function_of(test)] += 1
         return [test for *_, test in sorted(ranked)]
 
     def find_killers(self, index: int) -> dict[str, Any]:
         """Run tests on a mutant, and return its state and killers."""
-        mutant = self.mutants[index]
         order = self.order(index)
-        module = compiled(mutant.file, mutant.source())
-
-        def prepare() -> None:
-            assert self.functions.exchange(module), "no function has changed"
-
         killers: list[str] = []
-        run: list[str] = []
-        while len(killers) < self.options.killers:
-            tests = self.next_tests(killers, run, order)
-            if not tests:
-                break
-            said = self.in_fork(tests, prepare)
-            run += tests[: len(said)]
-            if said[-1] in "ft" and self.is_killer(run[-1], said, prepare):
-                killers.append(run[-1] + LATE * (said[-1] == "t"))
-        state = state_of(killers, len(run), len(order))
-        return {"state": state, "killers": killers, "run": len(run), "reaching": len(order)}
-
-    def next_tests(self, killers: list[str], run: list[str], order: list[str]) -> list[str]:
-        """Return the tests to be run next, in one fork: all that the budget allows."""
-        dead = {function_of(one) for one in killers}
-        left_s = self.options.budget - sum(self.reached[test]["seconds"] for test in run)
-        tests = []
+        run, left_s = 0, self.budget_s
         for test in order:
-            if test not in run and function_of(test) not in dead:
-                left_s -= self.reached[test]["seconds"]
-                if left_s < 0:
-                    break
-                tests.append(test)
-        return tests
-
-    def is_killer(self, test: str, said: str, prepare: Any) -> bool:
-        """Whether a test that failed with a mutant, after others in one fork, does so alone; and
-        passes without the mutant, if something else may have stopped it."""
-        if len(said) > 1 and self.in_fork([test], prepare) not in ("f", "t"):
-            return False
-        if said[-1] == "f" and self.items[test].get_closest_marker("quick"):
-            return True
-        return self.in_fork([test], lambda: None) == "p"
+            if function_of(test) in map(function_of, killers):
+                continue
+            left_s -= self.seconds[test]
+            if len(killers) == self.killers or left_s < 0:
+                break
+            run += 1
+            outcome = self.in_fork(test, index, 5 * self.seconds[test] + 5)
+            if outcome in ("failed", "late") and self.in_fork(test) == "passed":
+                killers.append(test + LATE * (outcome == "late"))
+        state = state_of(killers, run, len(order))
+        return {"state": state, "killers": killers, "run": run, "reaching": len(order)}
 
 
 def function_of(test: str) -> str:
@@ -487,7 +382,8 @@ def state_of(killers: list[str], run: int, reaching: int) -> str:
 # ---- the record
 
 
-def write_record(path: Path, head: dict[str, str], rows: list[dict[str, Any]]) -> None:
+def write_record(path: Path, head: dict[str, str], rows: list[Row]) -> None:
+    """Write a line for each mutant."""
     lines = ",\n".join(map(json.dumps, rows))
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(".new")  # a run may be stopped while it writes
@@ -495,7 +391,7 @@ def write_record(path: Path, head: dict[str, str], rows: list[dict[str, Any]]) -
     whole.replace(path)
 
 
-def print_page(rows: list[dict[str, Any]]) -> None:
+def print_page(rows: list[Row]) -> None:
     """Print what became of the mutants of each group, and those with no killer or one."""
     for group in GROUPS:
         counts = Counter(row["state"] for row in rows if row["group"] == group)
@@ -504,10 +400,24 @@ def print_page(rows: list[dict[str, Any]]) -> None:
     for row in sorted(rows, key=lambda row: len(row["killers"])):
         if len(row["killers"]) < 2 and row["state"] != "gone":
             old, new = (" ".join(row[one].split()) for one in ("old", "new"))
-            run = f"{row['run']} tests run of {row['reaching']} that reach it"
-            by = ", ".join(row["killers"]) or "none"
-            where = f"{row['file']}:{row['line']}"
-            print(f"* {where}: `{old}` -> `{new}`: {row['state']}, killer {by}; {run}")
+            nothing = "has lost its last killer" if row.get("known") else "has no killer"
+            killers = ", ".join(row["killers"]) or nothing
+            tried = f"{row['run']} tests run of {row['reaching']} that reach it"
+            place = f"{row['file']}:{row['line']}"
+            print(f"* {place}: `{old}` -> `{new}`: {row['state']}, {killers}; {tried}")
+
+
+def again(record: Path) -> tuple[list[Row], list[Row]]:
+    """Return the mutants of a record that are still in the code, and the others."""
+    here = {key_of(row): row for row in all_mutants()}
+    mutants, gone = [], []
+    for row in json.loads(record.read_text())["mutants"]:
+        if key_of(row) in here:
+            known = [killer.removesuffix(LATE) for killer in row["killers"]]
+            mutants.append(here[key_of(row)] | {"known": known})
+        else:
+            gone.append(row | {"state": "gone"})
+    return mutants, gone
 
 
 def main() -> None:
@@ -526,44 +436,38 @@ def main() -> None:
     tree = subprocess.check_output(["git", "rev-parse", "HEAD:hf_flexseq"], text=True, cwd=ROOT)
     head = {"command": " ".join(["python", "scripts/mutants.py", *sys.argv[1:]])}
     head |= {"date": time.strftime("%Y-%m-%d"), "tree of hf_flexseq": tree.strip()}
-    rows: list[dict[str, Any]] = []
+    if options.again is None:
+        mutants, rows = drawn(options.count, options.seed), []
+    else:
+        mutants, rows = again(options.again)
     if path.exists():
         before = json.loads(path.read_text())
-        if before["command"] != head["command"] or before["tree of hf_flexseq"] != tree.strip():
+        if (before | {"mutants": [], "date": ""}) != (head | {"mutants": [], "date": ""}):
             parser.error(f"{path} is the record of another command, or of other code")
         rows = before["mutants"]
-    options.known = {}
-    if options.again is None:
-        mutants = drawn(options.count, options.seed)
-    else:
-        here = {mutant.key: mutant for mutant in all_mutants()}
-        recorded = {key_of(row): row for row in json.loads(options.again.read_text())["mutants"]}
-        for key, row in recorded.items():
-            options.known[key] = [one.removesuffix(LATE) for one in row["killers"]]
-        mutants = [here[key] for key in recorded if key in here]
-        gone = [row | {"state": "gone"} for key, row in recorded.items() if key not in here]
-        rows = rows or gone
     done = set(map(key_of, rows))
-    os.chdir(ROOT)
+    left = [row for row in mutants if key_of(row) not in done]
 
-    def save(row: dict[str, Any]) -> None:
+    def save(row: Row) -> None:
         rows.append(row)
         write_record(path, head, rows)
 
-    import pytest
-    from hypothesis import Phase, settings
-
-    # Examples are the same in every run, and one that fails is not made smaller.
-    phases = (Phase.explicit, Phase.generate)
-    settings.register_profile("mutants", derandomize=True, database=None, phases=phases)
-    settings.load_profile("mutants")
-    words = ["-q", "-s", "-p", "no:cacheprovider", "-o", "timeout=0", "-W", "ignore"]
-    words += ["--ignore", "tests/scripts/test_mutants.py"]  # which plants faults itself
-    words += ["--basetemp", str(path.with_suffix(".tmp")), *options.tests]
-    left = [mutant for mutant in mutants if mutant.key not in done]
     if left:
+        runner = Runner(left, options.killers, options.budget, save)
+        runner.plant()
+        os.chdir(ROOT)
+        sys.path.insert(0, str(ROOT))  # the package is that of this repository
+        import pytest
+        from hypothesis import Phase, settings
+
+        # Examples are the same in every run, and one that fails is not made smaller.
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutants", derandomize=True, database=None, phases=phases)
+        settings.load_profile("mutants")
+        words = ["-q", "-s", "-p", "no:cacheprovider", "-o", "timeout=0", "-W", "ignore"]
+        words += ["-o", "tmp_path_retention_policy=none", "--basetemp", f"{path}.tmp"]
         with contextlib.redirect_stdout(sys.stderr):
-            pytest.main(words, [Runner(options, left, save)])
+            pytest.main([*words, *options.tests], [runner])
     print_page(rows)
 
 

@@ -10,11 +10,12 @@ use_environment test
 # Hundreds of tests start processes, which need not compile the package again.
 unset PYTHONDONTWRITEBYTECODE
 
-# Every link inside the documentation leads somewhere; the pages themselves are not kept.
+# Every link inside the documentation leads somewhere; the pages themselves are not kept. --quiet would hide the
+# warnings that --strict counts.
 check_documentation() {
     local site
     site=$(mktemp -d)
-    if ! NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict --site-dir "$site"; then
+    if ! NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "$site"; then
         rm -r "$site"
         return 1
     fi

@@ -17,7 +17,7 @@ def calibrate(options: Namespace) -> None:
         _of_trace(options)
         return
     try:
-        from hf_flexseq.hf.trainer.synthetic_run import train
+        from hf_flexseq.hf.trainer.synthetic_models import train
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "training a model needs torch and transformers: pip install torch transformers "

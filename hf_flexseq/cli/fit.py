@@ -152,7 +152,7 @@ def _sizes(model: str, dtype: str) -> tuple[ModelShape, "CountedBytes | None"]:
             "--device"
         )
     try:
-        from hf_flexseq.hf.engine.model_configuration import read_model
+        from hf_flexseq.hf.trainer.synthetic_models import read_model
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"MODEL={quoted(model)} is none of {', '.join(MODELS)}; others need torch and "

@@ -13,10 +13,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_flexseq.hf.engine.model_configuration import class_of, config_of
 from hf_flexseq.hf.model.facts import is_classifier
 from hf_flexseq.hf.model.router import OPTION, RouterFacts, UnknownRouterLoss, router_facts
 from hf_flexseq.hf.model.small import plain_options, small_model
+from hf_flexseq.hf.trainer.synthetic_models import class_of, config_of
 
 # What transformers raises for configurations that no model can be built from.
 _BUILDING_FAILS = (

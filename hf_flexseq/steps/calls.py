@@ -151,13 +151,18 @@ class ModelCall:
 
     def same_as(self, other: "ModelCall") -> bool:
         """Tell if both ask the same of the same tokens."""
+        return self.covers(other) and torch.equal(self.targets, other.targets)
+
+    def covers(self, other: "ModelCall") -> bool:
+        """Tell if another call asks the same of the same tokens, but for labels that it masks."""
+        masked = other.targets == IGNORE_INDEX
         return (
             self.ids.device == other.ids.device
             and torch.equal(self.ids, other.ids)
             and self.lengths == other.lengths
             and torch.equal(self.positions_in_row().cpu(), other.positions_in_row().cpu())
             and torch.equal(self.mask, other.mask)
-            and torch.equal(self.targets, other.targets)
+            and torch.equal(self.targets.masked_fill(masked, IGNORE_INDEX), other.targets)
             and _are_equal(self.types, other.types)
             and _are_equal(self.images, other.images)
         )

@@ -26,8 +26,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; ranks share the cores
 
-import json
-import math
 import re
 import subprocess
 import sys
@@ -38,13 +36,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from common import ROOT, argument_parser, machine, table, write_record
 
 sys.path.append(str(ROOT))
 from exact_peers import command_lines, huggingface
-from exact_peers.situations import RANKS, ROWS, reference
+from exact_peers.situations import RANKS, ROWS, Failed, Weights, reference
 from tests.ranks import run_ranks
 
 STACKS = {
@@ -61,11 +60,9 @@ NOWHERE = {
     ("trl", "all_ranks"): "the Trainer computes a sequence on one rank",
     ("trl", "dpo"): "the first column is TRL's DPOTrainer",
 }
-SAID = "who_is_exact: "  # before the first line of a message
 NEEDS_GPU = re.compile(r"CUDA|GPU|MULTI_CPU|Gloo|flash.attention", re.IGNORECASE)
 MISSING = ("ModuleNotFoundError", "ImportError", "PackageNotFoundError")
 REFUSALS = ("ValueError", "NotImplementedError", "ValidationError")
-Arrays = Mapping[str, Any]  # weights by name
 EXACT = 2e-6  # of the update, in float32
 
 
@@ -94,91 +91,70 @@ class Cell(NamedTuple):
 # ---- a cell
 
 
-def on_rank(rank: int, world_size: int, stack: str, row: str, folder: Path, resumes: bool) -> Any:
-    """Return what a stack finds on this rank, plain arrays; a failure names its first line."""
-    try:
-        if stack == "reference":
-            found = reference(row)
-            return numbers(found.start), numbers(found.weights), found.eval_loss
-        found = huggingface.trained(stack, row, folder, resumes)
-        return numbers(found["weights"]), found["eval_losses"]
-    except Exception as error:
-        said = [type(error).__name__, *str(error).strip().splitlines(), ""]
-        raise RuntimeError(f"{SAID}{json.dumps(said[:2])}") from error
-
-
-def numbers(weights: Mapping[str, torch.Tensor]) -> Arrays:
-    """Return weights as arrays, which a rank can return."""
-    return {name: value.numpy() for name, value in weights.items()}
+def of_one_process(rank: int, world_size: int, row: str) -> Any:
+    return reference(row)
 
 
 @cache
-def one_process(row: str) -> Any:
-    """Return the weights before and after in one process, and its loss of an evaluation."""
-    return run_ranks(on_rank, 1, "reference", row, Path(), False, seconds=120)[0]
+def one_process(row: str) -> tuple[Weights, Weights, float]:
+    """Return the weights before and after in one process, and its loss."""
+    return run_ranks(of_one_process, 1, row, seconds=120)[0]
+
+
+def run(stack: str, row: str, folder: Path, seconds: float) -> tuple[Weights, list[float]]:
+    """Return a stack's weights after a row, and its losses of evaluations.
+
+    seconds: for a run; a command has three times as many, as it imports all of its stack. Raises
+    Failed, or subprocess.TimeoutExpired.
+    """
+    if stack in command_lines.PACKAGES:
+        return command_lines.trained(stack, row, folder, 3 * seconds)
+    try:
+        for resumes in (False, True) if row == "resume" else (False,):
+            given = (stack, row, folder, resumes)
+            results = run_ranks(huggingface.trained, RANKS, *given, seconds=seconds)
+    except AssertionError as failure:
+        if "did not finish in time" in str(failure):
+            raise subprocess.TimeoutExpired(stack, seconds) from None
+        raise Failed.says(str(failure), -1) from None
+    return results[0]
 
 
 def cell(stack: str, row: str, seconds: float) -> Cell:
     """Run one stack on one row. seconds: after which it hangs."""
     if (stack, row) in NOWHERE:
         return Cell("cannot run here", None, NOWHERE[stack, row])
-    start, wanted, eval_loss = one_process(row)
+    start, wanted, loss = one_process(row)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            weights, losses = run(stack, row, Path(folder), seconds)
-        except AssertionError as failure:
-            return of_ranks(str(failure), seconds)
+            found, losses = run(stack, row, Path(folder), seconds)
         except subprocess.TimeoutExpired as late:
             return Cell("hangs", None, f"after {late.timeout:.0f} s")
-        except command_lines.Failed as failed:
-            return unfinished(failed.kind, failed.line)
+        except Failed as failed:
+            return unfinished(*failed.args)
     if row == "eval":
-        return Cell("figure", max(abs(loss - eval_loss) / eval_loss for loss in losses), "")
-    error = distance(weights, wanted) / distance(start, wanted)
-    return Cell("figure", error, "" if error <= EXACT else factor(start, wanted, weights))
+        return Cell("figure", max(abs(one - loss) / loss for one in losses), "")
+    update, right = updates(start, wanted, found)
+    error = float(np.linalg.norm(update - right) / np.linalg.norm(right))
+    return Cell("figure", error, "" if error <= EXACT else factor(start, wanted, found))
 
 
-def factor(start: Arrays, wanted: Arrays, found: Arrays) -> str:
+def updates(start: Weights, wanted: Weights, found: Weights) -> tuple[np.ndarray, np.ndarray]:
+    """Return the updates of a stack and of one process, each all weights in one vector."""
+    if found.keys() != wanted.keys():
+        raise ValueError(f"other weights than one process has: {found.keys() ^ wanted.keys()}")
+    parts = [[(by[name] - start[name]).ravel() for name in start] for by in (found, wanted)]
+    update, right = map(np.concatenate, parts)
+    return update, right
+
+
+def factor(start: Weights, wanted: Weights, found: Weights) -> str:
     """Return by which factor the update is too long, and how far it is off without the factor;
     "" where the factor is 1, to a thousandth."""
-    product = sum(((found[n] - start[n]) * (wanted[n] - start[n])).sum() for n in wanted)
-    by = float(product) / distance(start, wanted) ** 2
-    if abs(by - 1) < 1e-3:
-        return ""
-    rest = {n: start[n] + (found[n] - start[n]) / by for n in wanted}
-    off = distance(rest, wanted) / distance(start, wanted)
-    return f"{by:.3g} x the update, direction off by {off:.1e}"
-
-
-def run(stack: str, row: str, folder: Path, seconds: float) -> tuple[Arrays, list[float]]:
-    """Return a stack's weights after a row, and its losses of evaluations.
-
-    seconds: for a run; a command has three times as many, as it imports all of its stack.
-    """
-    if stack in command_lines.PACKAGES:
-        found, losses = command_lines.trained(stack, row, folder, 3 * seconds)
-        return numbers(found), losses
-    parts = (False, True) if row == "resume" else (False,)
-    for resumes in parts:
-        results = run_ranks(on_rank, RANKS, stack, row, folder, resumes, seconds=seconds)
-    return results[0]
-
-
-def distance(some: Arrays, others: Arrays) -> float:
-    """Return the norm of the difference of all weights together."""
-    if some.keys() != others.keys():
-        raise ValueError(f"other weights than one process has: {some.keys() ^ others.keys()}")
-    return math.hypot(*(float(((some[name] - others[name]) ** 2).sum()) ** 0.5 for name in some))
-
-
-def of_ranks(failure: str, seconds: float) -> Cell:
-    """Return the cell of a run that ended with a failure of `run_ranks`."""
-    found = re.search(SAID + r"(\[.*\])", failure)
-    if found is not None:
-        return unfinished(*json.loads(found[1]))
-    if "did not finish in time" in failure:
-        return Cell("hangs", None, f"after {seconds:.0f} s")
-    return Cell("fails", None, failure.strip().splitlines()[-1])
+    update, right = updates(start, wanted, found)
+    by = update @ right / (right @ right)
+    off = np.linalg.norm(update / by - right) / np.linalg.norm(right)
+    return "" if abs(by - 1) < 1e-3 else f"{by:.3g} x the update, direction off by {off:.1e}"
 
 
 def unfinished(kind: str, line: str) -> Cell:

@@ -21,7 +21,7 @@ from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.hf.model.facts import model_shape
-from hf_flexseq.hf.trainer.synthetic_run import train
+from hf_flexseq.hf.trainer.synthetic_models import train
 
 CORRECTED_BOUND = 0.05
 # The memory model adds up what is held when the loss is computed and what is held when layers run

@@ -187,7 +187,7 @@ def test_env_names_a_gpu_s_kernels_and_what_they_lack(flexseq, monkeypatch):
 def test_calibrate_trains_a_model_and_says_what_was_corrected(
     flexseq, refused, tmp_path, monkeypatch
 ):
-    training = pytest.importorskip("hf_flexseq.hf.trainer.synthetic_run")
+    training = pytest.importorskip("hf_flexseq.hf.trainer.synthetic_models")
     asked = []
 
     def train(model, output, **options):

@@ -33,6 +33,6 @@ def test_trl_s_sft_trainer_is_what_ours_answers_to():
     assert calls(trainer, "_reject_skip_prepare_without_labels")
     source = inspect.getsource(trainer)
     assert "fused_lm_head" in source  # hf/model/loss.py keeps TRL's head where it is asked for
-    # hf/losses/token_means.py makes one value of the figures of a step
+    # hf/losses/micro_batch_losses.py makes one value of the figures of a step
     assert 'self._metrics[mode]["mean_token_accuracy"].append(' in source
     assert 'self._metrics[mode]["num_tokens"] = [self._total_train_tokens]' in source

@@ -109,7 +109,7 @@ AVERAGE = "self._tr_loss / (1 + self.state.global_step - self._globalstep_last_l
         (Trainer.set_initial_training_values, ["len("]),
         # checkpoints/optimizer.py reads optimizer.pt of an ordinary run by these numbers
         (Trainer.create_optimizer, ["in decay_parameters", "not in decay_parameters"]),
-        # hf/trainer/saving.py hangs the manifest on a checkpoint's last file, before the rotation
+        # hf/trainer/whole_checkpoints.py: the manifest follows the last file, before the rotation
         (
             Trainer._save_checkpoint,
             [

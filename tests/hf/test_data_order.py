@@ -3,7 +3,7 @@ other factors of the same number are named in the log."""
 
 import pytest
 
-from hf_flexseq.hf.trainer.resume import Factors, check_factors
+from hf_flexseq.hf.trainer.whole_checkpoints import Factors, check_factors
 from tests.hf.test_saving import losses_of, make_trainer
 
 

@@ -54,7 +54,7 @@ def test_no_draw_differs_in_silence(seeds, least_equal):
 
 # ---- one change alone, or some together
 
-TOKENS = "a loss from tokens or labels that are not those of its batch"
+TOKENS = "a loss from tokens or labels that its batch does not have"
 LOGITS = r"asks for outputs\.logits.*flexseq_figures"
 IGNORED = "get_batch_samples would be ignored"
 GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
@@ -64,7 +64,7 @@ WHOLE = "does not gather whole logits"
 BETWEEN = "on_substep_end is called before the work of a step"
 # What is said of those that do not train as under the stock trainer.
 SAID = {
-    **dict.fromkeys(("labels in place", "labels by copy", "labels masked"), TOKENS),
+    **dict.fromkeys(("labels in place", "labels by copy"), TOKENS),
     **dict.fromkeys(("ids changed", "first token replaced", "reads a column"), TOKENS),
     **dict.fromkeys(("without mask", "training step edits labels"), TOKENS),
     **dict.fromkeys(("loss of logits", "loss without labels"), LOGITS),
@@ -96,7 +96,10 @@ SAID_OF_SOME = {
 CASES = [(name,) for name in CHANGES if "trainer" in CHANGES[name].of]
 OFTEN = [
     *SAID_OF_SOME,
-    *((name,) for name in ("loss with items", "loss without items", "loss by rows", "penalty")),
+    *(
+        (name,)
+        for name in ("loss with items", "loss without items", "loss by rows", "labels masked")
+    ),
     *((name,) for name in ("prepares ids", "calls the model with labels", "gradients masked")),
     *((name,) for name in ("labels in place", "training step edits labels", "without mask")),
     *((name,) for name in ("loss of logits", "label pre hook", "changes accumulation")),

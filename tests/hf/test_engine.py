@@ -8,7 +8,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf.engine import cost_source as source
-from hf_flexseq.hf.engine import engine_setup
+from hf_flexseq.hf.engine import model_planning
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from tests.hf.tiny import (
@@ -245,7 +245,7 @@ def without_a_kernel_or_a_process(rank, world_size, kind):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(engine_setup, "choose_kernels", no_kernel)
+            patch.setattr(model_planning, "choose_kernels", no_kernel)
         kernel = refused(ValueError)
     if rank == 0:
         engine.planner = no_process

@@ -12,7 +12,7 @@ from hf_flexseq.cost import lockstep_ns
 from hf_flexseq.cost.correction import FACTORS, MeasuredStep, corrected, fit
 from hf_flexseq.cost.terms import TERMS
 from hf_flexseq.hf.engine import cost_source
-from hf_flexseq.hf.trainer import synthetic_run as command
+from hf_flexseq.hf.trainer import synthetic_models as command
 from hf_flexseq.steps.learned_cost import LearnedCost, versions_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.costs import rings

@@ -15,8 +15,8 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine import cost_choice as choose
 from hf_flexseq.hf.engine import cost_source
 from hf_flexseq.hf.engine.cost_choice import CostSubject
-from hf_flexseq.hf.trainer import saving
-from hf_flexseq.hf.trainer.resume import warn_without_optimizer
+from hf_flexseq.hf.trainer import whole_checkpoints
+from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
 from hf_flexseq.memory import device
 from tests.hf.plain import flexseq_trainer, logged
 from tests.hf.tiny import documents
@@ -106,14 +106,14 @@ def test_no_callback_of_ours_stands_among_the_users(tmp_path):
 def test_a_whole_checkpoint_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     """Also where only one is to be kept."""
     trainer = make_trainer(tmp_path, save_total_limit=1)
-    finish = saving.finish
+    finish = whole_checkpoints.finish
 
     def killed_at_the_second(folder, marker):
         if folder.name == "checkpoint-4":
             raise KeyboardInterrupt
         finish(folder, marker)
 
-    monkeypatch.setattr(saving, "finish", killed_at_the_second)
+    monkeypatch.setattr(whole_checkpoints, "finish", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert inspect(tmp_path / "checkpoint-2").problem is None

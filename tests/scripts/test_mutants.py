@@ -1,7 +1,6 @@
-"""scripts/mutants.py: faults are drawn alike every time, planted and taken out again, and reached
-by the probes of their own statement."""
+"""scripts/mutants.py: faults are drawn alike every time, stand behind switches that note what is
+reached, and tests are tried in an order."""
 
-import argparse
 import ast
 import importlib
 
@@ -20,93 +19,130 @@ def mutants(monkeypatch):
     return importlib.import_module("mutants")
 
 
-@pytest.fixture
-def functions(mutants):
-    """The functions of one file, which are as they were afterwards."""
-    found = mutants.Functions([FILE])
-    yield found
-    found.exchange(mutants.compiled(FILE, (ROOT / FILE).read_text()))
-    rings.ring_rounds.cache_clear()
-
-
 def test_a_seed_draws_the_same_mutants_each_on_a_line_of_its_own(mutants, monkeypatch):
     found = mutants.all_mutants()
     monkeypatch.setattr(mutants, "all_mutants", lambda: found)
     drawn = mutants.drawn(60, seed=3)
     assert drawn == mutants.drawn(60, seed=3) != mutants.drawn(60, seed=4)
-    assert len({(one.file, one.line) for one in drawn}) == len(drawn) == 60
-    assert {one.group for one in mutants.drawn(400, seed=3)} == set(mutants.GROUPS)
-    for one in drawn[::6]:
-        before, after = (ROOT / one.file).read_text(), one.source()
-        assert after != before
-        assert len(ast.parse(after).body) == len(ast.parse(before).body)
-        assert after.count("\n") == before.count("\n")
+    assert len({(one["file"], one["line"]) for one in drawn}) == len(drawn) == 60
+    assert {one["group"] for one in mutants.drawn(400, seed=3)} == set(mutants.GROUPS)
+    assert len(set(map(mutants.key_of, found))) == len(found)
+
+
+def test_a_group_without_files_is_named(mutants, monkeypatch):
+    monkeypatch.setattr(mutants, "GROUPS", {"plan": "plan/* plan/nowhere"})
+    with pytest.raises(ValueError, match="'plan/nowhere'"):
+        mutants.all_mutants()
 
 
 @pytest.mark.slow
-def test_a_planted_fault_changes_what_a_decorated_function_returns_and_goes_again(
-    mutants, functions
-):
-    (fault,) = [
-        one
-        for one in mutants.mutants_of("plan", FILE)
-        if (one.function, one.old) == ("ring_rounds", "not chunk_by_chunk")
-        and one.operator == "dropped sign"
+def test_all_faults_of_a_group_compile_together(mutants):
+    for path in sorted((ROOT / "hf_flexseq/program").glob("[a-z]*.py")):
+        file = str(path.relative_to(ROOT))
+        _, found = mutants.parsed("program", file)
+        mutants.planted(file, {mutants.key_of(row): at for at, (row, _) in enumerate(found)})
+
+
+def test_a_switch_plants_its_fault_alone_and_notes_what_is_reached(mutants):
+    rows = [row for row, _ in mutants.parsed("plan", FILE)[1]]
+    of_rounds = [row for row in rows if row["function"] == "ring_rounds"]
+    (wanted,) = [
+        at
+        for at, row in enumerate(of_rounds)
+        if (row["operator"], row["old"]) == ("dropped sign", "not chunk_by_chunk")
     ]
+    runner = mutants.Runner(of_rounds, killers=1, budget_s=1.0, save=None)
+    indices = {mutants.key_of(row): at for at, row in enumerate(of_rounds)}
+    names = {"__name__": "rings", "__is_on__": runner.is_on}
+    exec(mutants.planted(FILE, indices), names)
+
+    def rounds():
+        return names["ring_rounds"].__wrapped__("zigzag", 4, chunk_by_chunk=True)
+
     right = rings.ring_rounds("zigzag", 4, chunk_by_chunk=True)
-    assert functions.exchange(mutants.compiled(FILE, fault.source())) == 1
-    rings.ring_rounds.cache_clear()
-    assert rings.ring_rounds("zigzag", 4, chunk_by_chunk=True) != right
-    assert functions.exchange(mutants.compiled(FILE, (ROOT / FILE).read_text())) == 1
-    rings.ring_rounds.cache_clear()
-    assert rings.ring_rounds("zigzag", 4, chunk_by_chunk=True) == right
+    assert rounds() == right
+    assert runner.notes[wanted] == 1
+    assert 0 in runner.notes[:]  # of statements for other strategies
+    runner.running = wanted
+    assert rounds() != right
 
 
-@pytest.mark.slow
-def test_probes_mark_the_statements_that_run(mutants, functions, monkeypatch):
-    faults = [one for one in mutants.mutants_of("plan", FILE) if one.function == "chunks_per_rank"]
-    of_hybrid = [index for index, one in enumerate(faults) if one.operator == "comparison"]
-    probes = {}
-    for index, one in enumerate(faults):
-        probes.setdefault(one.statement, []).append(index)
-    reached = bytearray(len(faults))
-    monkeypatch.setattr(rings, "__reached__", reached, raising=False)
-    functions.exchange(mutants.compiled(FILE, mutants.with_probes(FILE, probes)))
-    assert rings.chunks_per_rank.__wrapped__("hybrid") == 2
-    first = faults[of_hybrid[0]].statement
-    assert [index for index, byte in enumerate(reached) if byte] == probes[first]
-    assert len(probes) > 1
-    rings.chunks_per_rank.__wrapped__("zigzag")
-    assert all(reached)
+def test_a_statement_is_left_out_or_stays(mutants, monkeypatch, tmp_path):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    loop = "    for row in rows:\n        total += row\n"
+    text = f"def count(rows):\n    total = 0\n{loop}    return total\n"
+    (tmp_path / "count.py").write_text(text)
+    rows = [row for row, _ in mutants.parsed("plan", "count.py")[1]]
+    assert [row["operator"] for row in rows] == ["constant", "arithmetic", "left out"]
+    indices = {mutants.key_of(row): at for at, row in enumerate(rows)}
+    found = []
+    for running in (mutants.OFF, 0, 1, 2):
+        names = {"__is_on__": lambda index, running=running: index == running}
+        exec(mutants.planted("count.py", indices), names)
+        found.append(names["count"]([3, 4]))
+    assert found == [7, 8, -7, 0]
+    assert ast.unparse(mutants.parsed("plan", "count.py")[0]) == text.rstrip()
 
 
-def test_cheap_tests_come_first_and_a_function_kills_once(mutants):
-    options = argparse.Namespace(known={}, budget=40.0)
-    (fault, *_) = mutants.mutants_of("plan", FILE)
-    runner = mutants.Runner(options, [fault], save=None)
-    seconds = {"a[1]": 0.3, "a[2]": 0.1, "b": 0.2, "c": 30.0, "failing": 0.1, "elsewhere": 0.1}
-    seconds["test_rings.py::d"] = 5.0
-    for test, taken in seconds.items():
-        outcome = "f" if test == "failing" else "p"
-        hit = [] if test == "elsewhere" else [0]
-        runner.reached[test] = {"outcome": outcome, "seconds": taken, "mutants": hit}
-    runner.items = seconds
-    order = runner.order(0)
-    assert order == ["test_rings.py::d", "a[2]", "b", "c", "a[1]"]
-    assert runner.next_tests([], [], order) == order
-    assert runner.next_tests(["a[2]"], ["test_rings.py::d", "a[2]"], order) == ["b", "c"]
-    killers = ["a[2]", "b" + mutants.LATE]
-    assert runner.next_tests(killers, ["a[2]", "b"], order) == ["test_rings.py::d", "c"]
-    options.budget = 25.0
-    assert runner.next_tests([], [], order) == order[:3]
-    assert runner.next_tests([], order[:3], order) == []
-    options.known = {fault.key: ["c"]}
-    assert runner.order(0)[0] == "c"
-    for killers, run, state in (
-        ([], 5, "survived"),
-        ([], 4, "given up"),
-        (["b" + mutants.LATE], 2, "timed out"),
-        (["b" + mutants.LATE, "c"], 3, "killed"),
-    ):
-        assert mutants.state_of(killers, run, len(order)) == state
-    assert mutants.state_of([], 0, 0) == "not reached"
+def made_up(mutants, budget_s=40.0, **row):
+    """A mutant of FILE, and tests of which two do not reach it or do not pass."""
+    fault, _ = mutants.parsed("plan", FILE)[1][0]
+    runner = mutants.Runner([fault | row], killers=2, budget_s=budget_s, save=None)
+    runner.seconds = {"a[1]": 0.3, "a[2]": 0.1, "b": 0.2, "c": 30.0, "elsewhere": 0.1}
+    runner.seconds["test_rings.py::d"] = 5.0
+    runner.reached = {test: {0} for test in runner.seconds} | {"elsewhere": set()}
+    return runner
+
+
+def test_cheap_tests_come_first(mutants):
+    order = ["test_rings.py::d", "a[2]", "b", "c", "a[1]"]
+    assert made_up(mutants).order(0) == order
+    assert made_up(mutants, known=["c"]).order(0) == ["c", *[one for one in order if one != "c"]]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "budget_s", "state", "killers", "run"),
+    [
+        ({}, 40.0, "survived", [], 5),
+        ({}, 25.0, "given up", [], 3),
+        ({"a[2]": "failed", "b": "failed"}, 40.0, "killed", ["a[2]", "b"], 3),
+        # a function kills once
+        ({"a[2]": "failed", "a[1]": "failed"}, 40.0, "killed", ["a[2]"], 4),
+        ({"c": "late"}, 40.0, "timed out", ["c (time out)"], 5),
+        ({"c": "late", "b": "failed"}, 40.0, "killed", ["b", "c (time out)"], 4),
+        # it fails without the mutant as well
+        ({"b": "failed", ("b", "off"): "failed"}, 40.0, "survived", [], 5),
+    ],
+)
+def test_tests_run_until_enough_functions_have_killed(
+    mutants, monkeypatch, outcomes, budget_s, state, killers, run
+):
+    runner = made_up(mutants, budget_s)
+
+    def in_fork(test, index=mutants.OFF, seconds=0.0):
+        is_off = index == mutants.OFF
+        return outcomes.get((test, "off") if is_off else test, "passed")
+
+    monkeypatch.setattr(runner, "in_fork", in_fork)
+    found = runner.find_killers(0)
+    assert found == {"state": state, "killers": killers, "run": run, "reaching": 5}
+
+
+def test_a_mutant_that_no_test_reaches(mutants):
+    runner = made_up(mutants)
+    runner.reached = {test: set() for test in runner.seconds}
+    assert runner.find_killers(0)["state"] == "not reached"
+
+
+def test_a_record_is_read_again(mutants, tmp_path, capsys):
+    row, _ = mutants.parsed("plan", FILE)[1][0]
+    found = {"state": "killed", "killers": ["a", "b (time out)"], "run": 2, "reaching": 3}
+    moved, gone = row | found | {"line": 1}, row | found | {"old": "nowhere"}
+    mutants.write_record(tmp_path / "record.json", {"date": "today"}, [moved, gone])
+    left, others = mutants.again(tmp_path / "record.json")
+    assert left == [row | {"known": ["a", "b"]}]
+    assert others == [gone | {"state": "gone"}]
+    mutants.print_page([left[0] | found | {"state": "survived", "killers": []}, *others])
+    printed = capsys.readouterr().out
+    assert "plan: 2 mutants, 1 survived, 1 gone" in printed
+    assert printed.count("has lost its last killer") == 1

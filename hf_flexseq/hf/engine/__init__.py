@@ -9,6 +9,5 @@ The cost model of a run:
 
     cost_source.py          named, of a checkpoint, or estimated and corrected
     cost_choice.py          the estimate of a model in training
-    model_configuration.py  models by their configurations
     layer_trial.py          bytes of a token in layers, by a copy without memory
 """

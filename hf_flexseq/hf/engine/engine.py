@@ -38,12 +38,11 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.hf.engine.accelerator_checks import check_accelerator
 from hf_flexseq.hf.engine.cost_source import CostSource, named_cost
-from hf_flexseq.hf.engine.engine_setup import EngineSetup
 from hf_flexseq.hf.engine.finished_steps import FinishedSteps
 from hf_flexseq.hf.engine.loaders import batches_on_host
 from hf_flexseq.hf.engine.lookahead import any_draws_in_place, own_code_of_data
 from hf_flexseq.hf.engine.loop import Evaluation, TrainingItem
-from hf_flexseq.hf.engine.model_planning import ModelPlanning
+from hf_flexseq.hf.engine.model_planning import EngineSetup, ModelPlanning
 from hf_flexseq.hf.engine.sum_trial import SumTrial
 from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.attachments import ModelSettings

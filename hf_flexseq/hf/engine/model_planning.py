@@ -3,13 +3,14 @@
 ModelPlanning    the cost model, the tokens that memory leaves room for, FSDP2's figures
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.config import AS_SET, LOOKAHEAD
+from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel, FloatArray, step_ns
 from hf_flexseq.cost.choices import held_at_most
 from hf_flexseq.cost.correction import (
@@ -21,12 +22,18 @@ from hf_flexseq.cost.correction import (
 from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.lengths import with_shares
 from hf_flexseq.cost.tower import TowerCost
+from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.cost_choice import CostSubject, with_host_bytes
-from hf_flexseq.hf.engine.engine_setup import EngineSetup
+from hf_flexseq.hf.engine.cost_source import CostSource
 from hf_flexseq.hf.engine.sharding import FsdpPolicies, fsdp_figures
+from hf_flexseq.hf.model.facts import compute_dtype, layer_calls
 from hf_flexseq.hf.model.layer_memory import LayerMemory
 from hf_flexseq.hf.model.sharding import reduces_each_batch
 from hf_flexseq.hf.model.tiles import priced_for
+from hf_flexseq.kernels import Kernel
+from hf_flexseq.kernels.kinds import choose_kernels
+from hf_flexseq.memory.machine import budget_bytes
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.options import PlanOptions
@@ -34,9 +41,49 @@ from hf_flexseq.planner.blocks import exchange_degrees
 from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
+from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.trace import Learned
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSetup:
+    """The parts of an engine before it has seen a model."""
+
+    accelerator: Accelerator
+    args: FlexSeqArguments
+    communicator: Communicator
+
+    costs: CostSource
+    """Source of the cost model."""
+
+    def host_bytes(self) -> int:
+        """Return the most bytes of the host for activations of this rank, by the memory that the
+        machine has now. Raises ValueError if the user asks for more than it has at all."""
+        return budget_bytes(self.args.host_memory_gib, self.communicator.topology.ranks_per_node)
+
+    def kernel_for(
+        self, model: PreTrainedModel, degrees: Iterable[int], *, whose: str = ""
+    ) -> Kernel:
+        """Return a kernel for all attention layers of a model. Raises ValueError, on all ranks,
+        without one. Collective over the world.
+
+        degrees: numbers of ranks that may share heads. whose: words for the error.
+        """
+        pieces = {1: 1}
+        for degree in degrees:
+            spans_nodes = self.communicator.topology.spans_nodes(0, degree)
+            pieces[degree] = HEAD_PIECES if spans_nodes else 1
+        with ErrorCapture() as choosing:
+            dtype = compute_dtype(model, self.accelerator)
+            layers = layer_calls(model.config, pieces)
+            kernel = choose_kernels(self.accelerator.device, dtype, layers)
+        choosing.raise_on_all_ranks(
+            self.communicator.cpu_group.gather_values, f"choosing the attention kernel{whose}"
+        )
+        return kernel
+
 
 Factors = tuple[float, ...] | None  # of the estimate's terms; None for the estimate itself
 

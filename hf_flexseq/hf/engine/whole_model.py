@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.attention.contexts import ModelContexts
-from hf_flexseq.hf.engine.engine_setup import EngineSetup
-from hf_flexseq.hf.engine.model_planning import ModelPlanning
+from hf_flexseq.hf.engine.model_planning import EngineSetup, ModelPlanning
 from hf_flexseq.hf.engine.reduction import GradientReduction, note_trained, whole_parameters
 from hf_flexseq.hf.model.adapters import unsuitable_adapter
 from hf_flexseq.hf.model.attachments import AttachedModel, ModelSettings

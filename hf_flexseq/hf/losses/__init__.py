@@ -1,7 +1,6 @@
 """The loss of a training step: next-token loss, and all that trainers compute by their own code.
 
     step_loss.py     the interface between a trainer and its loss
-    planned_loss.py  sums over tokens: planned steps in place of batches
     next_token.py    the stock loss of Trainer and SFTTrainer: one pass over planned micro-batches
     on_samples.py    all other losses: first pass, the trainer's own loss, second pass
 
@@ -12,10 +11,8 @@ once per batch, with its own collectives and metrics.
 
     heads.py          results asked of a model: log-probabilities of labels, or classes
     divergences.py    how far the distributions of two models are apart (distillation)
-    reference.py      models that are asked without gradients, besides the trained one
     trainers.py       which calls a trainer's loss will make, so that they can be planned together
-    drawing.py        its batches, and the plan of their sequences
-    generations.py    samples that a trainer makes itself, and the steps that they serve
+    drawing.py        its batches, the samples that a trainer makes itself, and their plans
     answers.py        the loss's calls of its models, answered by the passes' figures
     batch_losses.py   the losses of a step's batches, and their gradients for the answers
     known_weights.py  sums over tokens, whose weights are known before a pass

@@ -4,24 +4,31 @@ The results that a loss will ask for have been computed before, for all batches 
 together, and are noted here; each is used once, or as often as the user's own code asks for it, if
 the model draws no noise. A call without gradients and without a noted result is planned and run
 when it comes: so are all calls of an evaluation. A call with gradients is then refused.
+
+Besides the trained model a loss may ask a reference, without gradients: another model, or the
+trained one with its adapter off.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import LoaderState, as_drawn
 from hf_flexseq.hf.losses.heads import BATCHES, Head
-from hf_flexseq.hf.losses.reference import adapter_state
-from hf_flexseq.hf.model.facts import base_model
+from hf_flexseq.hf.model.attachments import on_micro_batches
+from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.facts import base_model, layer_calls
+from hf_flexseq.hf.model.loss_kinds import FIGURES
 from hf_flexseq.hf.model.noise import dropout_module, noisy_option
+from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.call_answers import answered_by
 from hf_flexseq.steps.calls import ModelCall
@@ -195,7 +202,7 @@ class Answers:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
                     f"{type(self._trainer).__name__} computes a loss from tokens or labels that "
-                    "are not those of its batch, or calls a model with dropout twice on them: "
+                    "its batch does not have, or calls a model with dropout twice on them: "
                     "hf_flexseq computes gradients of one call for each batch; change batches in "
                     "_prepare_inputs, in the data_collator or in the dataset"
                 )
@@ -222,13 +229,87 @@ class Answers:
     def _taken(self, role: str, call: ModelCall) -> Columns | None:
         """Return the noted figures of a call, once unless `_reuses`; None without any. Figures
         with gradients answer a call with gradients, others one without: KTO may ask both of the
-        same tokens."""
-        for index, result in enumerate(self._results):
+        same tokens. A loss of the user's may mask some labels before its call: figures are of
+        single labels, but for those that the user makes."""
+        ways = [ModelCall.same_as]
+        if self._head.is_own and getattr(self._trainer, FIGURES, None) is None:
+            ways.append(ModelCall.covers)
+        for is_answered, (index, result) in product(ways, enumerate(self._results)):
             has_gradients = result.figures[self._head.main].requires_grad
             if role == POLICY and has_gradients != torch.is_grad_enabled():
                 continue
-            if result.role == role and result.call.same_as(call):
+            if result.role == role and is_answered(result.call, call):
                 if not self._reuses:
                     del self._results[index]
                 return result.figures
         return None
+
+
+@contextmanager
+def attached_reference(
+    model: nn.Module | None, policy: PreTrainedModel, *, takes_images: bool
+) -> Iterator[None]:
+    """Give a reference model our attention, recurrent layers and positions inside the block, and
+    features of its own tower; nothing happens for None.
+
+    model: as accelerate has wrapped it. policy: the trained model, whose kernels serve both.
+    takes_images: True if the trained model does.
+    Raises NotImplementedError for a model that cannot be computed exactly, or whose layers are of
+    other sizes than the policy's.
+    """
+    if model is None:
+        yield
+        return
+    base = base_model(_unwrapped(model))
+    check_model(base)
+    if layer_calls(base.config) != layer_calls(policy.config):
+        raise NotImplementedError(
+            f"the reference model {type(base).__name__} has other attention layers than the "
+            "trained one: give a reference of the same architecture and sizes"
+        )
+    with ExitStack() as attached:
+        attached.enter_context(on_micro_batches(base))
+        if takes_images:
+            attached.enter_context(VisionModel(base).attached())
+        yield
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of DDP or DeepSpeed."""
+    inner = getattr(model, "module", None)
+    if isinstance(inner, nn.Module) and not isinstance(model, PreTrainedModel):
+        return inner
+    return model
+
+
+@contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    """Turn to the reference adapter inside the block, as TRL does: `ref`, or no adapter."""
+    from trl.trainer.utils import use_adapter
+
+    name = "ref" if "ref" in model.peft_config else None
+    with use_adapter(model, adapter_name=name):
+        yield
+
+
+def adapter_state(model: nn.Module) -> tuple[Any, ...] | None:
+    """Return which adapters of a model are on, and if they are disabled; None without any."""
+    if not hasattr(model, "peft_config"):
+        return None
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():  # of the model itself, `disable_adapters` is a method
+        if isinstance(module, BaseTunerLayer):
+            return (tuple(module.active_adapters), module.disable_adapters)
+    return None
+
+
+@contextmanager
+def reference_of(trainer: Any, policy: nn.Module) -> Iterator[Any]:
+    """Yield the trainer's reference. policy: the trained model as accelerate has wrapped it."""
+    model = getattr(trainer, "ref_model", None)
+    if model is not None:
+        yield model
+        return
+    with adapter_off(trainer.accelerator.unwrap_model(trainer.model)):
+        yield policy

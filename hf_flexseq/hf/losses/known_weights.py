@@ -48,7 +48,7 @@ class SumOverTokens:
     def weights(self, calls: Sequence[ModelCall], items: Any) -> Columns | None:
         """Return the gradients of the loss of calls by figure, [tokens] on the CPU; None if they
         are unknown. items: the step's target tokens, as the Trainer counts them."""
-        if not self._is_one or items is None:
+        if not self._is_one or items is None or not float(items):
             return None
         targets = _targets_of(calls).to(self._dtype)
         return {name: targets * (c / float(items)) for name, c in self._factors.items()}

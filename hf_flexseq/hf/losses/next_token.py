@@ -19,11 +19,15 @@ from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import BEFORE_END, as_drawn
 from hf_flexseq.hf.engine.out_of_memory import noted
 from hf_flexseq.hf.engine.sum_trial import SumTrial, loss_of_model
-from hf_flexseq.hf.losses.added_router_loss import AddedRouterLoss
-from hf_flexseq.hf.losses.planned_loss import PlannedLoss, divisor
+from hf_flexseq.hf.losses.micro_batch_losses import AddedRouterLoss, TokenMeans
 from hf_flexseq.hf.losses.predictions import TokenPredictions, without_metrics
-from hf_flexseq.hf.losses.step_loss import Prediction, RunStep, StockPrediction
-from hf_flexseq.hf.losses.token_means import TokenMeans
+from hf_flexseq.hf.losses.step_loss import (
+    PlannedLoss,
+    Prediction,
+    RunStep,
+    StockPrediction,
+    divisor,
+)
 from hf_flexseq.hf.losses.watch import LabelGuard
 from hf_flexseq.hf.model.loss_kinds import (
     has_other_compute_loss,

@@ -37,14 +37,19 @@ from transformers import Trainer
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.sum_trial import ITEMS, SumTrial
-from hf_flexseq.hf.losses.answers import POLICY, REFERENCE, Answers
+from hf_flexseq.hf.losses.answers import (
+    POLICY,
+    REFERENCE,
+    Answers,
+    attached_reference,
+    reference_of,
+)
 from hf_flexseq.hf.losses.batch_losses import BatchLosses
 from hf_flexseq.hf.losses.divergences import Divergences
 from hf_flexseq.hf.losses.drawing import Drawing
 from hf_flexseq.hf.losses.heads import Head, head_of
 from hf_flexseq.hf.losses.known_weights import SumOverTokens
 from hf_flexseq.hf.losses.predictions import PredictedBatch, TokenPredictions
-from hf_flexseq.hf.losses.reference import attached_reference, reference_of
 from hf_flexseq.hf.losses.step_loss import (
     Prediction,
     RunStep,

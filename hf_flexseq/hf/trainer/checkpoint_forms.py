@@ -49,7 +49,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.model.facts import expert_counts
 from hf_flexseq.hf.model.sharding import misplaced_parts, unsharded_class
-from hf_flexseq.hf.trainer.resume import warn_without_optimizer
+from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
 from hf_flexseq.steps.users_code import users_method_behind
 
 logger = logging.getLogger(__name__)

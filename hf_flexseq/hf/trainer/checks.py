@@ -305,7 +305,7 @@ TRAINER: tuple[Refusal[Any], ...] = (
         instead="leave device_map out",
     ),
     Refusal(
-        setting="methods and options of PEFT that [are not exact](lora.md#methods-of-peft)",
+        setting="methods and options of PEFT that [are not exact](integrations.md#lora-qlora-and-prompt-tuning)",
         found=lambda one: unsuitable_adapter(one.model),
         why="a row has parts of several sequences, and virtual tokens are alike in all of them",
         instead="use LoRA, prompt tuning, or another exact method (docs/integrations.md)",

@@ -64,11 +64,17 @@ from hf_flexseq.hf.model.loss_kinds import has_own_loss, is_objective, is_on_sam
 from hf_flexseq.hf.trainer.checkpoint_forms import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.checks import check_loss_of_model, check_trainer
 from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS
-from hf_flexseq.hf.trainer.resume import Factors, Resumed, check_factors, choose_checkpoint
-from hf_flexseq.hf.trainer.saving import checkpoint_folder, saved_whole
 from hf_flexseq.hf.trainer.step_memory import StepMemory
 from hf_flexseq.hf.trainer.trainer_log import TrainerLog
 from hf_flexseq.hf.trainer.training_data import TrainingData, flexseq_collator, padded_collator
+from hf_flexseq.hf.trainer.whole_checkpoints import (
+    Factors,
+    Resumed,
+    check_factors,
+    checkpoint_folder,
+    choose_checkpoint,
+    saved_whole,
+)
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.users_code import package
 

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_flexseq.hf.losses.planned_loss import PlannedLoss
-from hf_flexseq.hf.losses.step_loss import Prediction, RunStep, StockPrediction
+from hf_flexseq.hf.losses.step_loss import PlannedLoss, Prediction, RunStep, StockPrediction
 from hf_flexseq.pipeline.step import RankChunks
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from hf_flexseq.steps.step_items import StepItem

@@ -28,8 +28,8 @@ from hf_flexseq.base.versions import saves_on_writers
 from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.rehearsal import class_copy
-from hf_flexseq.hf.trainer.resume import warn_without_optimizer
 from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
+from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
 from hf_flexseq.pipeline.checkpoint import load_stage, save_stage
 from hf_flexseq.pipeline.optimizer import (
     load_stage_optimizer,

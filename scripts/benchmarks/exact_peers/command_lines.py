@@ -8,7 +8,6 @@ the row's own class.
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,60 +18,43 @@ import yaml
 
 from exact_peers.situations import (
     BETA,
-    EAGER,
     EVAL_BATCHES,
-    IGNORED,
     RANKS,
     ROUTER_COEFFICIENT,
     ROWS,
-    documents,
+    SAVED_AT,
+    Failed,
+    Weights,
     make_model,
-    pairs,
-    rate,
-    text,
+    texts,
     tokenizer,
     trained_weights,
 )
 
 ENVIRONMENTS = Path(__file__).resolve().parents[3] / "build/exact_peers"
 PACKAGES = {"ms_swift": ("ms-swift", "qwen-vl-utils"), "axolotl": ("axolotl",)}
-SAVED_AT = 2  # step of the checkpoint from which a run resumes
-MODEL_TYPES = {  # ms-swift's names
-    "Llama": "llama",
-    "Gemma3": "gemma3_text",
-    "GptOss": "gpt_oss",
-    "Qwen3_5": "qwen3_5",
-    "Mixtral": "mixtral",
-}
+MODEL_TYPES = {"Gemma3": "gemma3_text", "GptOss": "gpt_oss"}  # others are lower case for ms-swift
 ALIKE = """--model model --template dummy --dataset data.jsonl --split_dataset_ratio 0
     --dataset_shuffle False --train_dataloader_shuffle False --dataset_num_proc 1
-    --dataloader_num_workers 0 --torch_dtype float32 --gradient_checkpointing False --optim sgd
-    --warmup_ratio 0 --weight_decay 0 --max_grad_norm 0 --use_cpu True --ddp_backend gloo
-    --report_to none --check_model False --add_version False --output_dir run"""
-_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)
+    --dataloader_num_workers 0 --torch_dtype float32 --gradient_checkpointing False
+    --warmup_ratio 0 --ddp_backend gloo --check_model False --add_version False --output_dir run"""
+SETTINGS = {"NPROC_PER_NODE": str(RANKS), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+SETTINGS |= {"USE_HF": "1", "AXOLOTL_DO_NOT_TRACK": "1", "PYTHONPATH": ""}
 _OF_PYDANTIC = re.compile(r"^ +Value error, (.+?)(?: \[type=|$)", re.MULTILINE)
 
 
-class Failed(Exception):
-    """A command ended with an error. kind: name of its class. line: the first of its message."""
-
-    def __init__(self, kind: str, line: str) -> None:
-        super().__init__(f"{kind}: {line}")
-        self.kind, self.line = kind, line
-
-
-def python(stack: str) -> str:
-    """Return the Python of a stack's environment, which is made if it is missing."""
+def program(stack: str, name: str) -> str:
+    """Return a program of a stack's environment, which is made if it is missing."""
     folder = ENVIRONMENTS / stack
-    program = str(folder / "bin/python")
     if not folder.exists():
         wanted = (f"torch=={torch.__version__.partition('+')[0]}", *PACKAGES[stack])
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([program, "-m", "pip", "install", "-q", *wanted], check=True)
-    return program
+        install = [str(folder / "bin/python"), "-m", "pip", "install", "-q", *wanted]
+        subprocess.run(install, check=True)
+    return str(folder / "bin" / name)
 
 
-def trained(stack: str, row: str, folder: Path, seconds: float) -> tuple[Any, list[float]]:
+def trained(stack: str, row: str, folder: Path, seconds: float) -> tuple[Weights, list[float]]:
     """Train by a stack's command on two processes; return weights and losses of evaluations.
 
     Raises Failed, or subprocess.TimeoutExpired after so many seconds of a command.
@@ -83,61 +65,47 @@ def trained(stack: str, row: str, folder: Path, seconds: float) -> tuple[Any, li
         model = model.unload()
     model.save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
+    lines = [of_stack(stack, parts) for parts in texts(row)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if stack == "axolotl":
         run(axolotl(row, folder), folder, seconds)
         return read(row, folder / "run"), []
-    with (folder / "data.jsonl").open("w") as file:
-        for line in conversations(row):
-            print(json.dumps(line), file=file)
     losses = []
-    for batch in EVAL_BATCHES if row == "eval" else (None,):
-        run(swift(row, evaluated=batch), folder, seconds)
-        if batch is not None:
-            lines = (folder / "run/logging.jsonl").read_text().splitlines()
-            found = [
-                entry["eval_loss"] for entry in map(json.loads, lines) if "eval_loss" in entry
-            ]
-            losses.append(found[0])
-            (folder / "run").rename(folder / f"run{batch}")
+    for batch in EVAL_BATCHES if row == "eval" else ():
+        options = {"val_dataset": "data.jsonl", "eval_strategy": "steps", "eval_steps": 1}
+        run(swift(row, **options, per_device_eval_batch_size=batch), folder, seconds)
+        logged = map(json.loads, (folder / "run/logging.jsonl").read_text().splitlines())
+        losses.append(next(entry["eval_loss"] for entry in logged if "eval_loss" in entry))
+        (folder / "run").rename(folder / f"run{batch}")
     if row == "eval":
         return {}, losses
+    run(swift(row), folder, seconds)
     if row == "resume":
-        run(swift(row, resumes=True), folder, seconds)
-    return read(row, folder / f"run/checkpoint-{ROWS[row].steps}"), losses
+        checkpoint = f"run/checkpoint-{SAVED_AT}"
+        run(swift(row, resume_from_checkpoint=checkpoint), folder, seconds)
+    return read(row, folder / f"run/checkpoint-{ROWS[row].steps}"), []
 
 
 def run(command: list[str], folder: Path, seconds: float) -> None:
     """Run a command in a folder. Raises Failed with the first error that it prints."""
-    environment = {"NPROC_PER_NODE": str(RANKS), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"USE_HF": "1", "AXOLOTL_DO_NOT_TRACK": "1", "PYTHONPATH": ""}
-    process = subprocess.Popen(
-        command,
+    done = subprocess.run(
+        ["timeout", "--kill-after=10", str(seconds), *command],  # ends its ranks, too
         cwd=folder,
-        env=os.environ | environment,
+        env=os.environ | SETTINGS,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
     )
-    try:
-        said, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
-        process.wait()
-        raise
-    if process.returncode == 0:
-        return
-    pydantic = _OF_PYDANTIC.search(said)
-    if pydantic is not None:
-        raise Failed("ValueError", pydantic[1])
-    found = _ERROR.search(said)
-    if found is None:
-        raise Failed("RuntimeError", said.strip().splitlines()[-1])
-    raise Failed(found[1], found[2])
+    if done.returncode == 124:
+        raise subprocess.TimeoutExpired(command, seconds)
+    if done.returncode:
+        if found := _OF_PYDANTIC.search(done.stdout):
+            raise Failed("ValueError", found[1])
+        raise Failed.says(done.stdout, 0)
 
 
-def read(row: str, checkpoint: Path) -> dict[str, Any]:
+def read(row: str, checkpoint: Path) -> Weights:
     """Return the weights of a checkpoint that learn, by the names of the row's own model."""
     model = make_model(row)
     if row == "lora":
@@ -148,91 +116,56 @@ def read(row: str, checkpoint: Path) -> dict[str, Any]:
     return trained_weights(type(model).from_pretrained(checkpoint, dtype=torch.float32))
 
 
-def conversations(row: str) -> list[dict[str, Any]]:
-    """Return a row's documents as messages: a prompt, if labels are masked, and an answer.
-
-    ms-swift adds the token at the end.
-    """
-    if row == "dpo":
-        return [
-            {
-                "messages": [
-                    {"role": "user", "content": pair["prompt"].strip()},
-                    {"role": "assistant", "content": pair["chosen"]},
-                ],
-                "rejected_response": pair["rejected"],
-            }
-            for pair in pairs()
-        ]
-    made = []
-    for document in documents(row):
-        ids, labels = document["input_ids"][:-1], document["labels"]
-        first = labels.count(IGNORED) if ROWS[row].masked else 0
-        messages = [{"role": "assistant", "content": text(ids[first:])}]
-        if first:
-            messages.insert(0, {"role": "user", "content": text(ids[:first])})
-        made.append({"messages": messages})
+def of_stack(stack: str, parts: dict[str, str]) -> dict[str, Any]:
+    """Return a text, a prompt and its completion, or a pair as a stack takes it."""
+    if stack == "axolotl":
+        return {"text": "".join(parts.values())}
+    answer = parts.get("text") or parts.get("completion") or parts["chosen"]
+    made: dict[str, Any] = {"messages": [{"role": "assistant", "content": answer}]}
+    if "prompt" in parts:
+        prompt = parts["prompt"].strip() if "chosen" in parts else parts["prompt"]
+        made["messages"].insert(0, {"role": "user", "content": prompt})
+    if "rejected" in parts:
+        made["rejected_response"] = parts["rejected"]
     return made
 
 
-def swift(row: str, *, resumes: bool = False, evaluated: int | None = None) -> list[str]:
-    """Return ms-swift's command of a row. evaluated: documents of an evaluation's batch."""
+def swift(row: str, **more: Any) -> list[str]:
+    """Return ms-swift's command of a row. more: options."""
     situation = ROWS[row]
     options: dict[str, Any] = {
-        "model_type": MODEL_TYPES[situation.family],
+        "model_type": MODEL_TYPES.get(situation.family, situation.family.lower()),
         "tuner_type": "lora" if row == "lora" else "full",
-        "attn_impl": "eager" if situation.family in EAGER else "sdpa",
+        "attn_impl": situation.attention,
         "sequence_parallel_size": RANKS,
-        "per_device_train_batch_size": situation.batch,
-        "gradient_accumulation_steps": situation.accumulation * RANKS,
-        "max_steps": situation.steps,
-        "save_steps": SAVED_AT if row == "resume" else situation.steps,
-        "learning_rate": rate(row),
-        "lr_scheduler_type": "linear" if row == "resume" else "constant",
+        **situation.settings(RANKS),
     }
-    if row == "gqa":
-        options["padding_free"] = True  # as ms-swift's own error asks for
-    if row == "packed":
-        options |= {"packing": True, "packing_length": sum(situation.lengths)}
-    if row == "router":
-        options["router_aux_loss_coef"] = ROUTER_COEFFICIENT
-    if row == "lora":
-        options["adapters"] = "adapter"
-    if row == "dpo":
-        options |= {"rlhf_type": "dpo", "beta": BETA}
-    if evaluated is not None:
-        options |= {"val_dataset": "data.jsonl", "eval_strategy": "steps", "eval_steps": 1}
-        options["per_device_eval_batch_size"] = evaluated
-    if resumes:
-        options["resume_from_checkpoint"] = f"run/checkpoint-{SAVED_AT}"
-    program = python("ms_swift")
-    main = subprocess.run(
-        [program, "-c", "from importlib.util import find_spec; print(find_spec('swift').origin)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    script = Path(main.stdout.strip()).parent / "cli/main.py"
+    of_rows = {
+        "gqa": {"padding_free": True},  # as ms-swift's own error asks for
+        "packed": {"packing": True, "packing_length": sum(situation.lengths)},
+        "router": {"router_aux_loss_coef": ROUTER_COEFFICIENT},
+        "lora": {"adapters": "adapter"},
+        "dpo": {"rlhf_type": "dpo", "beta": BETA},
+    }
+    options |= of_rows.get(row, {}) | more
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    return [program, str(script), "rlhf" if row == "dpo" else "sft", *ALIKE.split(), *words]
+    kind = "rlhf" if row == "dpo" else "sft"
+    return [program("ms_swift", "swift"), kind, *ALIKE.split(), *words]
 
 
 def axolotl(row: str, folder: Path) -> list[str]:
     """Write axolotl's file of a row, and return its command."""
     situation = ROWS[row]
-    data = folder / "text.jsonl"
-    texts = [text(document["input_ids"][:-1]) for document in documents(row)]
-    data.write_text("\n".join(json.dumps({"text": one}) for one in texts))
     options = {
         "base_model": str(folder / "model"),
-        "datasets": [{"path": str(data), "type": "completion"}],
-        "sequence_len": max(len(one.split()) for one in texts) + 1,
+        "datasets": [{"path": str(folder / "data.jsonl"), "type": "completion"}],
+        "sequence_len": sum(situation.lengths) if row == "packed" else max(situation.lengths),
         "sample_packing": row == "packed",
         "micro_batch_size": situation.batch,
         "gradient_accumulation_steps": situation.accumulation * RANKS,
         "max_steps": situation.steps,
         "optimizer": "sgd",
-        "learning_rate": rate(row),
+        "learning_rate": situation.rate,
         "lr_scheduler": "constant",
         "attn_implementation": "sdpa",
         "bf16": False,
@@ -241,5 +174,5 @@ def axolotl(row: str, folder: Path) -> list[str]:
         "output_dir": str(folder / "run"),
     }
     (folder / "axolotl.yaml").write_text(yaml.safe_dump(options))
-    program = [python("axolotl"), "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-    return [*program, "-m", "axolotl.cli.train", "axolotl.yaml"]
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
+    return [program("axolotl", "python"), *launch, "-m", "axolotl.cli.train", "axolotl.yaml"]

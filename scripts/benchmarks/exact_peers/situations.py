@@ -6,15 +6,16 @@ attention, and the loss of a step is its sum over all targets of the step, divid
 """
 
 import random
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 RANKS = 2
 IGNORED = -100
@@ -23,6 +24,7 @@ END = 1  # token at the end of a document
 ROUTER_COEFFICIENT = 0.1
 BETA = 0.1  # of DPO, TRL's default
 EVAL_BATCHES = (1, 2, 4)  # documents of a rank and evaluation batch
+SAVED_AT = 2  # step of the checkpoint from which a run resumes
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -49,106 +51,119 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # configuration and its opt
     "Qwen3_5": ("Qwen3_5Text", {"head_dim": 8, **LINEAR, "layer_types": [RECURRENT, FULL]}),
     "Mixtral": ("Mixtral", {**EXPERTS, **ROUTED, "sliding_window": None}),
 }
-EAGER = ("GptOss",)  # transformers has no sdpa for sinks
+ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)
+Weights = dict[str, np.ndarray]  # that learn, by name
+Document = dict[str, list[int]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Situation:
+class Situation(NamedTuple):
     """A row of the table."""
 
-    says: str
-    """What a user meets, in the words of the page."""
-
-    lengths: tuple[int, ...]
-    """Tokens of the documents, in their order; they repeat through the steps."""
-
-    batch: int = 1
-    """Documents (or packed rows, or pairs) of a rank and batch under data parallelism."""
-
-    accumulation: int = 1
-    """Batches of a rank and optimizer step under data parallelism."""
-
-    steps: int = 1
-    """Optimizer steps of SGD."""
-
+    says: str  # what a user meets, in the words of the page
+    lengths: tuple[int, ...] = (40,)  # tokens of the documents in turn
+    batch: int = 1  # documents (or packed rows, or pairs) of a rank and batch
+    accumulation: int = 1  # batches of a rank and optimizer step
+    steps: int = 1  # optimizer steps of SGD
     family: str = "Llama"
-    options: tuple[tuple[str, Any], ...] = ()
-    """Of the model's configuration, besides those of its family."""
-
-    packed: int = 1
-    """Documents of a row."""
-
-    masked: bool = False
-    """True if labels of the first tokens are ignored, a different share of each document."""
+    options: tuple[tuple[str, Any], ...] = ()  # of the configuration, besides those of its family
+    packed: int = 1  # documents of a row
+    masked: bool = False  # whether a different share of each document's labels is ignored
+    rate: float = 0.5  # of learning: rounding of weights is small beside an update; 0 keeps them
 
     @property
     def per_step(self) -> int:
         """Rows of an optimizer step."""
         return RANKS * self.batch * self.accumulation
 
+    @property
+    def attention(self) -> str:
+        """The model's attention: transformers has no sdpa for sinks."""
+        return "eager" if self.family == "GptOss" else "sdpa"
 
-EVEN = (40, 40, 40, 40)
-UNEVEN = (40, 12, 28, 24)
+    def settings(self, shares: int) -> dict[str, Any]:
+        """Return what all trainers are told alike. shares: of ranks that cut the same row, whose
+        steps take as many rows with more accumulation."""
+        return {
+            "max_steps": self.steps,
+            "save_steps": SAVED_AT if self.steps > 1 else 1,
+            "per_device_train_batch_size": self.batch,
+            "gradient_accumulation_steps": self.accumulation * shares,
+            "learning_rate": self.rate,
+            "lr_scheduler_type": "linear" if self.steps > 1 else "constant",  # goes on in a resume
+            "optim": "sgd",
+            "weight_decay": 0.0,
+            "max_grad_norm": 0.0,
+            "report_to": "none",
+            "use_cpu": True,
+        }
+
+
 ROWS: dict[str, Situation] = {
-    "packed": Situation(says="a packed row of documents", lengths=(9, 20, 11), packed=3),
-    "masked": Situation(says="labels masked", lengths=EVEN, batch=2, masked=True),
-    "unequal": Situation(says="unequal lengths over ranks", lengths=(60, 8)),
+    "packed": Situation("a packed row of documents", (9, 20, 11), packed=3),
+    "masked": Situation("labels masked", batch=2, masked=True),
+    "unequal": Situation("unequal lengths over ranks", (60, 8)),
     "accumulation": Situation(
-        says="gradient accumulation, unequal targets", lengths=EVEN, accumulation=2, masked=True
+        "gradient accumulation, unequal targets", accumulation=2, masked=True
     ),
-    "gqa": Situation(
-        says="fewer KV heads than ranks", lengths=EVEN, options=(("num_key_value_heads", 1),)
-    ),
-    "windows": Situation(says="windows (Gemma 3)", lengths=EVEN, family="Gemma3"),
-    "sinks": Situation(says="sinks (gpt-oss)", lengths=EVEN, family="GptOss"),
-    "recurrent": Situation(says="a recurrent layer (Qwen3.5)", lengths=EVEN, family="Qwen3_5"),
-    "router": Situation(says="experts with router loss (Mixtral)", lengths=EVEN, family="Mixtral"),
-    "tied": Situation(
-        says="tied embeddings", lengths=EVEN, options=(("tie_word_embeddings", True),)
-    ),
-    "lora": Situation(says="LoRA", lengths=EVEN),
-    "dpo": Situation(says="DPO pairs", lengths=EVEN),
-    "all_ranks": Situation(says="a sequence that needs all ranks", lengths=(128, 128)),
+    "gqa": Situation("fewer KV heads than ranks", options=(("num_key_value_heads", 1),)),
+    "windows": Situation("windows (Gemma 3)", family="Gemma3"),
+    "sinks": Situation("sinks (gpt-oss)", family="GptOss"),
+    "recurrent": Situation("a recurrent layer (Qwen3.5)", family="Qwen3_5"),
+    "router": Situation("experts with router loss (Mixtral)", family="Mixtral"),
+    "tied": Situation("tied embeddings", options=(("tie_word_embeddings", True),)),
+    "lora": Situation("LoRA"),
+    "dpo": Situation("DPO pairs", rate=2.0),
+    "all_ranks": Situation("a sequence that needs all ranks", (128,)),
     "eval": Situation(
-        says="evaluation loss, batches of 1, 2, 4", lengths=UNEVEN, masked=True, batch=4
+        "evaluation loss, batches of 1, 2, 4", (40, 12, 28, 24), batch=4, masked=True, rate=0.0
     ),
-    "resume": Situation(
-        says="resumed in the middle of an epoch", lengths=EVEN, masked=True, steps=5
-    ),
+    "resume": Situation("resumed in the middle of an epoch", masked=True, steps=5),
 }
-RATES = {"eval": 0.0, "dpo": 2.0}  # learning rates; an evaluation leaves the weights
-RATE = 0.5
 
 
-def rate(row: str) -> float:
-    """Return the learning rate of a row, large: rounding of weights is small beside an update."""
-    return RATES.get(row, RATE)
+class Failed(Exception):
+    """A stack ended with an error: the name of its class, and the first line of its message."""
+
+    @classmethod
+    def says(cls, text: str, which: int) -> "Failed":
+        """Return the error number `which` that is printed in a text."""
+        found = ERROR.findall(text) or [("RuntimeError", text.strip().splitlines()[-1])]
+        return cls(*found[which])
 
 
 def make_model(row: str) -> Any:
     """Return the model of a row in float32, the same in each process."""
     situation = ROWS[row]
     name, options = FAMILIES[situation.family]
-    config = getattr(transformers, f"{name}Config")(
-        **{**SIZES, **options, **dict(situation.options)}
-    )
+    options = SIZES | options | dict(situation.options)
+    config = getattr(transformers, f"{name}Config")(**options)
     kind = getattr(transformers, f"{situation.family}ForCausalLM")
-    attention = "eager" if situation.family in EAGER else "sdpa"
     torch.manual_seed(0)
-    model = kind._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model = kind._from_config(config, attn_implementation=situation.attention, dtype=torch.float32)
     if row == "lora":
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
-        options = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-        model = get_peft_model(model, LoraConfig(init_lora_weights=False, **options))
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config)
     return model
+
+
+def trained_weights(model: Any) -> Weights:
+    """Return copies of all parameters that learn, whole and in float64."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            value = parameter.detach()
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[name] = value.double().numpy().copy()
+    return found
 
 
 # ---- data
 
 
-def documents(row: str) -> list[dict[str, list[int]]]:
+def documents(row: str) -> list[Document]:
     """Return rows of `input_ids`, `labels` and `position_ids`, as many as all steps take.
 
     A packed row has several documents, of which the first tokens are no targets and the positions
@@ -156,12 +171,11 @@ def documents(row: str) -> list[dict[str, list[int]]]:
     """
     situation = ROWS[row]
     drawn = random.Random(0)
-    lengths = situation.lengths
     made = []
     for number in range(situation.steps * situation.per_step):
-        whole: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
+        whole: Document = {"input_ids": [], "labels": [], "position_ids": []}
         for part in range(situation.packed):
-            length = lengths[(number + part) % len(lengths)]
+            length = situation.lengths[(number + part) % len(situation.lengths)]
             ids = [drawn.randrange(2, VOCABULARY) for _ in range(length - 1)] + [END]
             ignored = drawn.randrange(1, length - 2) if situation.masked else 1
             whole["input_ids"] += ids
@@ -169,6 +183,15 @@ def documents(row: str) -> list[dict[str, list[int]]]:
             whole["position_ids"] += range(length)
         made.append(whole)
     return made
+
+
+def sequences(rows: list[Document]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield tokens and labels of each document: packed rows are cut where positions are 0."""
+    for row in rows:
+        positions = row["position_ids"]
+        starts = [at for at, position in enumerate(positions) if position == 0]
+        for first, end in zip(starts, [*starts[1:], len(positions)], strict=True):
+            yield row["input_ids"][first:end], row["labels"][first:end]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -186,13 +209,19 @@ def text(ids: list[int]) -> str:
     return "".join(f" w{number}" for number in ids)
 
 
-def pairs() -> list[dict[str, str]]:
-    """Return pairs for DPO: a prompt and two answers of different lengths."""
+def texts(row: str) -> list[dict[str, str]]:
+    """Return a row's documents as TRL takes them: pairs for DPO, a prompt and a completion if
+    labels are masked. Trainers add the token at the end, and pack documents themselves."""
     made = []
-    for number, row in enumerate(documents("dpo")):
-        ids = row["input_ids"][:-1]  # TRL adds the end
+    for number, (ids, labels) in enumerate(sequences(documents(row))):
         cut = 14 + number % 5
-        parts = {"prompt": ids[:10], "chosen": ids[10:cut], "rejected": ids[cut:]}
+        first = labels.count(IGNORED)
+        if row == "dpo":
+            parts = {"prompt": ids[:10], "chosen": ids[10:cut], "rejected": ids[cut:-1]}
+        elif ROWS[row].masked:
+            parts = {"prompt": ids[:first], "completion": ids[first:-1]}
+        else:
+            parts = {"text": ids[:-1]}
         made.append({name: text(part) for name, part in parts.items()})
     return made
 
@@ -200,55 +229,27 @@ def pairs() -> list[dict[str, str]]:
 # ---- one process
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What one process finds in float64."""
-
-    start: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-    eval_loss: float | None
-
-
-def reference(row: str) -> Reference:
-    """Train a row's model in one process, in float64, a document at a time."""
+def reference(row: str) -> tuple[Weights, Weights, float]:
+    """Train a row's model in one process, in float64, a document at a time. Return the weights
+    before and after, and the loss of the last step."""
     situation = ROWS[row]
-    model = make_model(row).double()
+    model, frozen = make_model(row).double(), make_model(row).double()
     if hasattr(model.config, "num_local_experts"):
         model.set_experts_implementation("eager")  # torch's grouped products have no float64
     start = trained_weights(model)
-    frozen = make_model(row).double() if row == "dpo" else None
-    data: list[Any] = pairs() if row == "dpo" else documents(row)
-    if row == "eval":
-        with torch.no_grad():
-            return Reference(start, start, float(mean_loss(model, data)))
+    data: list[Any] = texts(row) if row == "dpo" else documents(row)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     for step in range(situation.steps):
         rows = data[step * situation.per_step : (step + 1) * situation.per_step]
-        loss = mean_loss(model, rows) if frozen is None else dpo_loss(model, frozen, rows)
+        loss = dpo_loss(model, frozen, rows) if row == "dpo" else mean_loss(model, rows)
         loss.backward()
-        optimizer.param_groups[0]["lr"] = rate(row) * decay(row, step)
+        optimizer.param_groups[0]["lr"] = situation.rate * (1 - step / situation.steps)
         optimizer.step()
         optimizer.zero_grad()
-    return Reference(start, trained_weights(model), None)
+    return start, trained_weights(model), float(loss)
 
 
-def decay(row: str, step: int) -> float:
-    """Return the learning rate of a step over the first: linear where a run resumes."""
-    return 1 - step / ROWS[row].steps if row == "resume" else 1.0
-
-
-def trained_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return copies of all parameters that learn, by name, whole and in float64."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            value = parameter.detach()
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[name] = value.double().clone()
-    return found
-
-
-def mean_loss(model: PreTrainedModel, rows: list[dict[str, list[int]]]) -> torch.Tensor:
+def mean_loss(model: Any, rows: list[Document]) -> torch.Tensor:
     """Return the mean loss over all targets of rows, and the router loss of all their tokens."""
     total, targets, routed = torch.zeros((), dtype=torch.float64), 0, []
     for ids, labels in sequences(rows):
@@ -260,25 +261,14 @@ def mean_loss(model: PreTrainedModel, rows: list[dict[str, list[int]]]) -> torch
         targets += int((wanted != IGNORED).sum())
         routed.append(getattr(found, "router_logits", None))
     loss = total / targets
-    if getattr(model.config, "output_router_logits", False):
+    config = model.config
+    if getattr(config, "output_router_logits", False):
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         layers = tuple(torch.cat(of_layer) for of_layer in zip(*routed, strict=True))
-        config = model.config
-        balance = load_balancing_loss_func(
-            layers, config.num_local_experts, config.num_experts_per_tok
-        )
-        loss = loss + config.router_aux_loss_coef * balance
+        experts = (config.num_local_experts, config.num_experts_per_tok)
+        loss = loss + config.router_aux_loss_coef * load_balancing_loss_func(layers, *experts)
     return loss
-
-
-def sequences(rows: list[dict[str, list[int]]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield tokens and labels of each document: packed rows are cut where positions are 0."""
-    for row in rows:
-        positions = row["position_ids"]
-        starts = [at for at, position in enumerate(positions) if position == 0]
-        for first, end in zip(starts, [*starts[1:], len(positions)], strict=True):
-            yield row["input_ids"][first:end], row["labels"][first:end]
 
 
 def dpo_loss(model: Any, frozen: Any, rows: list[dict[str, str]]) -> torch.Tensor:
@@ -287,17 +277,15 @@ def dpo_loss(model: Any, frozen: Any, rows: list[dict[str, str]]) -> torch.Tenso
 
     def log_probability(of: Any, prompt: str, answer: str) -> torch.Tensor:
         """Return the sum over an answer's tokens and its end."""
-        given, learned = words(prompt).input_ids, [*words(answer).input_ids, words.eos_token_id]
+        given, learned = words(prompt).input_ids, [*words(answer).input_ids, END]
         logits = of(input_ids=torch.tensor([given + learned]), use_cache=False).logits[0].double()
         found = logits.log_softmax(-1)[len(given) - 1 : -1]
         return found.gather(-1, torch.tensor(learned)[:, None]).sum()
 
-    losses = []
-    for row in rows:
-        margin = torch.zeros((), dtype=torch.float64)
-        for side, sign in (("chosen", 1), ("rejected", -1)):
-            with torch.no_grad():
-                before = log_probability(frozen, row["prompt"], row[side])
-            margin = margin + sign * (log_probability(model, row["prompt"], row[side]) - before)
-        losses.append(-F.logsigmoid(BETA * margin))
-    return torch.stack(losses).mean()
+    def gain(pair: dict[str, str], side: str) -> torch.Tensor:
+        """Return by how much an answer has become likelier."""
+        given = (pair["prompt"], pair[side])
+        return log_probability(model, *given) - log_probability(frozen, *given).detach()
+
+    margins = [gain(pair, "chosen") - gain(pair, "rejected") for pair in rows]
+    return -F.logsigmoid(BETA * torch.stack(margins)).mean()

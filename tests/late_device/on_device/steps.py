@@ -77,8 +77,8 @@ def test_memory(monkeypatch):
 def test_calibration(monkeypatch):
     figures = part("figures")
     monkeypatch.setattr(figures, "TINY", figures.TINY | WIDER)
-    monkeypatch.setattr("hf_flexseq.hf.trainer.synthetic_run.STEPS", 3)
-    monkeypatch.setattr("hf_flexseq.hf.trainer.synthetic_run.MOST_TOKENS", 200)
+    monkeypatch.setattr("hf_flexseq.hf.trainer.synthetic_models.STEPS", 3)
+    monkeypatch.setattr("hf_flexseq.hf.trainer.synthetic_models.MOST_TOKENS", 200)
     lines = section("figures", "calibration").lines
     assert "off by" in lines[0], "by how much says nothing here"
     assert ops.counts()["operations"] > 1_000
