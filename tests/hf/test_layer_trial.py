@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq.hf.engine.layer_trial import count_bytes
 
@@ -64,20 +64,3 @@ def test_frozen_weights_keep_no_inputs_and_adapters_are_counted():
     assert layer.kept_bytes == norms + adapters + attention + mlp
     assert all(one.grad is None for one in model.parameters())
     assert not any(one.is_meta for one in model.parameters())
-
-
-def test_layers_of_one_kind_count_once_and_others_by_themselves():
-    config = Qwen3MoeConfig(
-        **SIZES,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        mlp_only_layers=[0],
-    )
-    counted = count_bytes(Qwen3MoeForCausalLM(config), dtype=torch.float32)
-    assert counted.order == (0, 1, 1)
-    dense, sparse = counted.kinds
-    assert dense.mlp_bytes == 16 * INSIDE
-    assert sparse.mlp_bytes == 0
-    assert counted.has_experts == (False, True)

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.reduction import instead_of_ddp
-from hf_flexseq.hf.model.attachments import early_buckets
 from tests.hf.plain import ordered_gloo
 from tests.hf.test_exactness import LENGTHS
 from tests.hf.tiny import (
@@ -260,9 +259,3 @@ def test_a_small_model_has_several_buckets_unless_the_user_chose():
     chosen = (None, 25, 7)
     by_case = run_cases(bucket_mib, 2, [(size,) for size in chosen])
     assert by_case == [[(3, None)] * 2, [(3, 25)] * 2, [(7, 7)] * 2]
-
-
-def test_a_large_model_keeps_the_default_and_frozen_weights_do_not_count():
-    large = nn.Linear(10_000, 10_000, device="meta")
-    assert early_buckets(None, large).bucket_cap_mb == 25
-    assert early_buckets(None, large.requires_grad_(False)).bucket_cap_mb == 1

@@ -55,24 +55,19 @@ def router_loss_of(model, examples):
     return experts * (fractions * probabilities.mean(dim=0)).sum()
 
 
-_references = {}
+_references = {}  # of examples that were there before
 
 
 def reference(family, examples):
-    """Loss and gradients of one process, with the step as one batch; those of examples that were
-    there before are known."""
+    """Loss and gradients of one process, with the step as one batch."""
     key = (family, str(examples))
     if key not in _references:
-        _references[key] = _reference(family, examples)
+        model = mixture(family)
+        model.set_attn_implementation("eager")
+        loss = reference_loss(model, examples) + COEFFICIENT * router_loss_of(model, examples)
+        loss.backward()
+        _references[key] = float(loss.detach()), taken_gradients(model)
     return _references[key]
-
-
-def _reference(family, examples):
-    model = mixture(family)
-    model.set_attn_implementation("eager")
-    loss = reference_loss(model, examples) + COEFFICIENT * router_loss_of(model, examples)
-    loss.backward()
-    return float(loss.detach()), taken_gradients(model)
 
 
 def errors_under_random_plans(rank, world_size, family, sharding, plans, examples=None):

@@ -151,16 +151,10 @@ def masks_longest(batch):
     return batch
 
 
-def masks_at_random(batch):
-    batch["labels"][torch.rand(batch["labels"].shape) < 0.5] = -100
-    return batch
-
-
-@pytest.mark.parametrize("change", [masks_longest, masks_at_random])
-def test_a_collator_that_looks_at_a_whole_batch_is_noticed(change):
+def test_a_collator_that_looks_at_a_whole_batch_is_noticed():
     examples = dataset(4)
     assert OTHER_ROWS not in DataCollatorForFlexSeq(padded)(examples)
-    batch = DataCollatorForFlexSeq(lambda examples: change(padded(examples)))(examples)
+    batch = DataCollatorForFlexSeq(lambda examples: masks_longest(padded(examples)))(examples)
     assert batch[OTHER_ROWS] > 0
 
 
