@@ -94,20 +94,16 @@ SAID_OF_SOME = {
     ("model hook", "loss scaled"): "two sequences have the loss .* by the log-probabilities",
 }
 CASES = [(name,) for name in CHANGES if "trainer" in CHANGES[name].of]
-OFTEN = [
-    *SAID_OF_SOME,
-    *(
-        (name,)
-        for name in ("loss with items", "loss without items", "loss by rows", "labels masked")
-    ),
-    *((name,) for name in ("prepares ids", "calls the model with labels", "gradients masked")),
-    *((name,) for name in ("labels in place", "training step edits labels", "without mask")),
-    *((name,) for name in ("loss of logits", "label pre hook", "changes accumulation")),
-]
+ALONE = ("loss with items", "loss without items", "loss by rows", "labels masked", "prepares ids")
+ALONE += ("calls the model with labels", "gradients masked", "labels in place", "without mask")
+ALONE += ("training step edits labels", "loss of logits", "label pre hook", "changes accumulation")
+OFTEN = [*SAID_OF_SOME, *((name,) for name in ALONE)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", budget.others_nightly([*SAID_OF_SOME, *CASES], tried=OFTEN))
+@pytest.mark.parametrize(
+    "changes", budget.others_nightly([*SAID_OF_SOME, *CASES], tried=OFTEN), ids=", ".join
+)
 def test_a_change_alone_trains_as_the_stock_trainer_or_is_refused(tmp_path, changes):
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     settings |= {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "optim": "sgd"}
