@@ -172,7 +172,7 @@ def own_trainer(cls, folder, **given):
     ("asks", "what"),
     [
         (logits, "asks the model for logits, a whole vocabulary for every token"),
-        (other_tokens, "Asks computes a loss from tokens or labels that are not"),
+        (other_tokens, "Asks computes a loss from tokens or labels that its batch does not"),
     ],
 )
 def test_a_loss_that_asks_for_more_is_refused(tmp_path, asks, what):
