@@ -10,9 +10,9 @@ from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 
 from tests import budget
-from tests.hf.test_trainer import dataset
+from tests.hf.plain import dataset
 from tests.hf.tiny import tiny_llama
-from tests.hf.trainers import trainer_of, word_tokenizer
+from tests.hf.trainers import trainer_of, word_tokenizer, zero
 
 
 def _nothing(_: Any) -> Mapping[str, Any]:
@@ -54,6 +54,9 @@ class Case:
     accumulation: int = 1
     """Batches of a rank in a step."""
 
+    stage: int | None = None
+    """Of DeepSpeed's ZeRO."""
+
     prepare: Callable[[Any], object] = _nothing
     """Is called with the trainer before it trains."""
 
@@ -68,6 +71,8 @@ def make_trainer(case: Case, folder: Path, *, is_ours: bool, ranks: int = 1) -> 
     if is_ours:
         settings |= {"flexseq": case.flexseq, "accumulation": case.accumulation}
         settings["batch"] = case.batch // (ranks * case.accumulation)
+        if case.stage is not None:
+            settings["deepspeed"] = zero(case.stage)
     else:
         settings |= {"batch": case.batch // ranks, **case.stock_settings}
         if case.stock_loss is not None:

@@ -28,19 +28,22 @@ from hf_flexseq.plan import Plan
 from tests.differential.case import sft_trainer
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import HEADS, Case, make_trainer
-from tests.hf.random_steps import attached, errors, own_batches, random_steps, worst_of
+from tests.hf.plain import dataset
 from tests.hf.test_exactness import LENGTHS
-from tests.hf.test_fsdp_policies import figures_for
-from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.test_router import COEFFICIENT, router_loss_of
-from tests.hf.test_trainer import dataset
+from tests.hf.test_reach import COEFFICIENT, keep_float64, make_model
+from tests.hf.test_router import router_loss_of
+from tests.hf.test_sharding import figures_for
 from tests.hf.tiny import (
     any_choice,
+    attached,
     documents,
+    own_batches,
+    random_steps,
     reference_gradients,
     reference_loss,
     relative_errors,
     taken_gradients,
+    worst_of,
 )
 from tests.hf.trainers import Run, trained, trainer_of
 
@@ -249,30 +252,6 @@ def errors_of_steps(
             found.append(apart)
             engine.planning.fsdp.figures = figures_for(POLICIES[len(found) % len(POLICIES)])
         return worst_of(found)
-
-
-def errors_of_kernel(
-    rank: int,
-    world_size: int,
-    wanted: OneProcess,
-    config: Mapping[str, int],
-    implementation: str,
-    dtype: torch.dtype,
-) -> dict[str, float]:
-    """The largest relative errors of loss and gradients with an implementation of experts in
-    `dtype`: of a step with groups of all degrees, and of one process. Collective over the
-    world."""
-    options = {"experts_implementation": implementation}
-    examples = documents(LENGTHS)
-    alone = wanted.kind.from_pretrained(wanted.path, dtype=dtype, **options).train()
-    loss, gradients = reference_gradients(alone, examples, "eager")
-    of_one = max(errors(loss, gradients, (wanted.loss, wanted.gradients)).values())
-
-    model = spread(wanted.path, wanted.kind, config, dtype, **options)
-    accepts = partial(has_all_degrees, world_size)
-    engine = attached(model, world_size, accepts=accepts)
-    ((_, loss, gradients),) = random_steps(engine, model, own_batches(examples, rank, world_size))
-    return {"one process": of_one, **errors(loss, gradients, (wanted.loss, wanted.gradients))}
 
 
 # ---- trainers

@@ -5,7 +5,6 @@ Both train in one process, one after the other, on the same data with the same r
 that their weights and logs can be compared.
 """
 
-import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ from trl import (
 
 from hf_flexseq import FlexSeqArguments
 from tests.differential.runs import begin_anew
-from tests.hf.test_trainer import dataset, padded, training_arguments
+from tests.hf.plain import dataset, padded, training_arguments
 from tests.hf.tiny import VOCAB, loadable, tiny_llama
 from tests.hf.trainers import (
     Difference,
@@ -55,6 +54,7 @@ from tests.hf.trainers import (
     loss_of_squares,
     trained,
     word_tokenizer,
+    zero,
 )
 
 OPTIONS = {"max_tokens_per_rank": 60, "cost_model": "estimate"}
@@ -111,6 +111,9 @@ class Case:
 
     lookahead: int = 0
     """Steps that ours plans ahead, in a process of its own, which takes a while to start."""
+
+    flexseq: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ours, besides OPTIONS."""
 
     sharding: str = "ddp"
     """"fsdp2", sharded at load, or a stage of ZeRO: "zero1", "zero2", "zero3". These are in
@@ -292,20 +295,14 @@ def make_trainer(
     if case.multiple is not None and config.func is not TrainingArguments:
         settings["pad_to_multiple_of"] = case.multiple
     if case.sharding.startswith("zero"):
-        import deepspeed  # which takes long
-
-        from tests.hf.test_sharding import ZERO
-
-        deepspeed.init_distributed("gloo")
-        stage = {"stage": int(case.sharding[-1]), "stage3_param_persistence_threshold": 0}
-        settings["deepspeed"] = copy.deepcopy(ZERO) | {"zero_optimization": stage}
+        settings["deepspeed"] = zero(int(case.sharding[-1]))
     args = training_arguments(
         config, folder / "out", batch=batch, accumulation=case.accumulation, **settings
     )
     if case.adapter == "new":
         given["peft_config"] = lora_config()
     if is_ours:
-        options = {**OPTIONS, "lookahead": case.lookahead}
+        options = {**OPTIONS, "lookahead": case.lookahead, **case.flexseq}
         given.setdefault("flexseq_args", FlexSeqArguments(**options))
         cls = is_ours if isinstance(is_ours, type) else flexseq_class(cls)
     for name, values in case.columns.items():

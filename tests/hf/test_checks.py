@@ -3,21 +3,20 @@ is let through."""
 
 import re
 from contextlib import nullcontext
-from datetime import timedelta
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers.models.llama import modeling_llama
 from trl import SFTTrainer
 
 from hf_flexseq import (
-    DataCollatorForFlexSeq,
     FlexSeqArguments,
     FlexSeqCallback,
     FlexSeqConfig,
@@ -25,18 +24,14 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
-from hf_flexseq.hf.engine import engine as engine_module
 from hf_flexseq.hf.engine.accelerator_checks import check_accelerator
-from hf_flexseq.hf.model.attention import read_call
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model
-from hf_flexseq.hf.model.trial import PROBED_FAMILIES, try_model
+from hf_flexseq.hf.model.rehearsal import once_for_equal_models
+from hf_flexseq.hf.model.trial import PROBED_FAMILIES
 from tests.hf import tiny
 from tests.hf.tiny import documents, refused, tiny_llama
 from tests.ranks import run_cases
-from tests.versions import since
-
-tries_long_rope = since("transformers", "5.22", "longrope reads positions on the host")
 
 DATA = documents([5, 3, 8])
 
@@ -127,37 +122,9 @@ def test_the_other_spelling_of_checkpointing(tmp_path):
     make_trainer(tmp_path, activation_checkpointing=True, **settings)
 
 
-CHECKPOINTING = {"gradient_checkpointing": True}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        CHECKPOINTING,
-        {**CHECKPOINTING, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        {"train_sampling_strategy": "group_by_length", "dataloader_drop_last": True},
-        {"optim": "sgd", "gradient_accumulation_steps": 4, "sync": "free"},
-        {"accelerator_config": {"even_batches": False}},
-        {"planner": "static", "sp_degree": 1},
-        {"cost_model": "flexsp-gpt-7b-a100"},
-        {"cls": PreparesInputs},
-    ],
-)
-def test_settings_that_work(tmp_path, settings):
-    assert make_trainer(tmp_path, **settings).flexseq.args.lookahead is None
-
-
-def plain_trainer(folder, *, settings=(), **given):
-    args = arguments(folder, TrainingArguments, **dict(settings))
+def plain_trainer(folder, **given):
+    args = arguments(folder, TrainingArguments)
     return Trainer(model=tiny_llama(), args=args, train_dataset=DATA, **given)
-
-
-def test_several_gpus_in_one_process(tmp_path):
-    trainer = plain_trainer(tmp_path)
-    trainer.args._n_gpu = 2
-    with pytest.raises(ValueError, match="n_gpu=2: .*accelerate launch"):
-        FlexSeqCallback(trainer)
-    assert type(trainer) is Trainer, "a trainer that was refused stays what it was"
 
 
 class GenerativeTrainer(FlexSeqMixin, Seq2SeqTrainer):
@@ -197,15 +164,6 @@ def test_all_that_is_refused_is_said_in_one_launch(tmp_path):
     ]
     for line, message in zip(lines, wanted, strict=True):
         assert re.search(message, line), line
-
-
-def test_of_a_model_of_another_kind_nothing_else_is_asked(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "image_size": 8, "patch_size": 4}
-    config = transformers.ViTConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
-    given = {"compute_metrics": lambda predictions: {}}
-    given["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
-    with refused("ViTForImageClassification: its loss is ForImageClassification"):
-        make_trainer(tmp_path, model=transformers.ViTForImageClassification(config), trainer=given)
 
 
 def test_mistakes_alone_are_a_value_error(tmp_path):
@@ -259,18 +217,6 @@ def test_a_cost_model_that_does_not_parse(tmp_path):
         make_trainer(tmp_path, cost_model=str(path))
 
 
-def test_a_trainer_gives_its_timeout_and_its_device_to_the_transport(tmp_path, monkeypatch):
-    asked, connect = [], engine_module.connect
-
-    def asking(device, *, timeout):
-        asked.append((device.type, timeout))
-        return connect(device, timeout=timeout)
-
-    monkeypatch.setattr(engine_module, "connect", asking)
-    make_trainer(tmp_path, ddp_timeout=7200)
-    assert asked == [("cpu", timedelta(seconds=7200))]
-
-
 # ---- the accelerator of a loop of one's own
 
 
@@ -299,35 +245,6 @@ def test_other_parallelism_over_the_same_ranks(size):
         FlexSeqEngine(accelerator, FlexSeqArguments())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "batch", "accumulation", "wanted"),
-    [
-        ({"cp_size": 2}, 4, 2, (4, 1)),
-        ({"sp_size": 4}, 2, 6, (1, 3)),
-        ({"cp_size": 2, "sp_size": 2}, 8, 1, (2, 1)),
-        ({"sp_size": 4}, 1, 2, (1, 1)),
-    ],
-)
-def test_the_batch_that_keeps_the_tokens_of_a_step(tmp_path, sizes, batch, accumulation, wanted):
-    """A step has as many sequences as under the plain Trainer, which divides by the sizes."""
-    given = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
-    trainer = plain_trainer(tmp_path, settings=given)
-    args, accelerator = trainer.args, trainer.accelerator
-    all_sizes = {"cp_size": 1, "sp_size": 1, "tp_size": 1, **sizes}
-    accelerator.state.parallelism_config = SimpleNamespace(**all_sizes)
-    message = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    with refused(message, ValueError) as raised:
-        check_accelerator(accelerator, FlexSeqArguments(), args)
-    said = str(raised.value)
-    found = re.search(r"batch_size=(\d+) and gradient_accumulation_steps=(\d+) (keep|are)", said)
-    assert tuple(map(int, found.groups()[:2])) == wanted
-    world = SimpleNamespace(world_size=8, gradient_accumulation_steps=accumulation)
-    before = trainer.get_total_train_batch_size(world)
-    after = 8 * np.prod(wanted)
-    assert after == before * (1 if found[3] == "keep" else 2)
-    assert found[3] == "keep" or said.endswith("are the nearest: 2 times the tokens of a step")
-
-
 def test_a_stateful_dataloader_with_lookahead():
     accelerator = Accelerator(cpu=True)
     accelerator.dataloader_config.use_stateful_dataloader = True
@@ -342,29 +259,12 @@ SIZES = {**tiny.SIZES, "pad_token_id": 0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
 MIXED = ["sliding_attention", "full_attention"]
-LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 def meta_model(name, kind="ForCausalLM", **config):
     cls = getattr(transformers, name + kind)
     with torch.device("meta"):
         return cls(cls.config_class(**{**SIZES, **config}))
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        pytest.param("Llama", {"rope_parameters": LONGROPE}, marks=tries_long_rope),
-        ("Llama", {"kind": "ForTokenClassification"}),
-        ("Qwen2", {"use_sliding_window": False, "sliding_window": 4}),
-        ("Qwen3", {"kind": "ForSequenceClassification"}),
-        ("Mixtral", {"output_router_logits": True, **EXPERTS}),
-        ("GPT2", {"kind": "LMHeadModel", "attn_pdrop": 0.0}),
-    ],
-)
-def test_models_that_can_be_trained(name, config):
-    """Besides the families of `test_reach.py`."""
-    check_model(meta_model(name, **config))
 
 
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0}
@@ -400,6 +300,11 @@ SOFTCAP = "layer 0 asks for softcap=None, but its configuration says softcap=3.0
             r"0.1: .* from_pretrained\(..., attention_dropout=0",
         ),
         ("GPT2", {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4}, "attn_pdrop=0.1"),
+        (
+            "OPT",
+            {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.1},
+            "layerdrop=0.1: ranks",
+        ),
         ("DeepseekV3", ROUTER | LATENT, "does not add a load_balancing_loss_func"),
         ("Mixtral", ROUTER | CLASSES | EXPERTS, "=True: classifiers have no router loss"),
         ("Llama", DYNAMIC, "rope_type='dynamic'"),
@@ -416,52 +321,6 @@ def test_models_that_cannot_be_trained(name, config, message):
 
 
 GPT2 = {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4, "n_layer": 2}
-CODE = {"n_embd": 32, "n_head": 4, "n_layer": 2}
-RANDOM = {  # the option by name, and the model with a value of it
-    "gpt2": ("attn_pdrop", "GPT2", GPT2),
-    "gpt_bigcode": ("attn_pdrop", "GPTBigCode", CODE),
-    "llama": ("attention_dropout", "Llama", {"attention_dropout": 0.1}),
-    "opt": ("layerdrop", "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.1}),
-    "biogpt": ("layerdrop", "BioGpt", {"layerdrop": 0.1, **NO_DROPOUT}),
-}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "llama"])
-def test_dropout_in_attention_is_what_the_modules_have(name, tmp_path):
-    option, kind, config = RANDOM[name]
-    model = meta_model(kind, **config).to_empty(device="cpu")
-    setattr(model.config, option, 0.0)  # which no module reads again
-    with refused(rf"{option}=0.1: .* load the model with from_pretrained\(..., {option}=0\)"):
-        check_model(model)
-    setattr(model.config, option, 0.1)
-    model.save_pretrained(tmp_path)
-    check_model(type(model).from_pretrained(tmp_path, **{option: 0.0}))
-    for module in model.modules():
-        for attribute in ("attn_dropout", "attention_dropout"):
-            if hasattr(module, attribute):
-                dropout = getattr(module, attribute)
-                is_number = isinstance(dropout, float)
-                setattr(module if is_number else dropout, attribute if is_number else "p", 0.0)
-    check_model(model)  # whatever the configuration says
-
-
-@pytest.mark.parametrize("name", ["opt", "biogpt"])
-def test_layers_that_are_left_out_at_random_are_named(name):
-    option, kind, config = RANDOM[name]
-    model = meta_model(kind, **config)
-    setattr(model.config, option, 0.0)
-    with refused(rf"{option}=0.1: ranks .* from_pretrained\(..., {option}=0\)"):
-        check_model(model)
-
-
-def test_reasons_of_a_model_that_do_not_follow_from_each_other_are_said_together():
-    config = {"layerdrop": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32}
-    model = meta_model("OPT", attention_dropout=0.2, **config)
-    model.model.decoder.layers[1].self_attn = Mixing()
-    with pytest.raises(NotImplementedError, match="(?s)^3 reasons") as raised:
-        check_model(model)
-    for message in ("attention_dropout=0.2", "layerdrop=0.1", "its layer 1 does not call"):
-        assert f"OPTForCausalLM: {message}" in str(raised.value)
 
 
 class WithoutItems(transformers.LlamaForCausalLM):
@@ -471,16 +330,13 @@ class WithoutItems(transformers.LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-@pytest.mark.parametrize("accepts", [False, True])
-def test_a_class_that_says_it_takes_no_items_is_believed_if_it_drops_them(accepts):
-    kind = WithoutItems if not accepts else transformers.LlamaForCausalLM
-    model = tiny_llama(cls=kind)
-    model.accepts_loss_kwargs = False
-    if accepts:
-        check_model(model)
-        return
-    with refused("does not take num_items_in_batch"):
-        check_model(model)
+def test_a_class_that_says_it_takes_no_items_is_believed_if_it_drops_them():
+    for kind in (transformers.LlamaForCausalLM, WithoutItems):
+        model = tiny_llama(cls=kind)
+        model.accepts_loss_kwargs = False
+        refuses = kind is WithoutItems
+        with refused("does not take num_items_in_batch") if refuses else nullcontext():
+            check_model(model)
 
 
 NO_WINDOW = {"layer_types": MIXED[::-1], "sliding_window": None}
@@ -498,67 +354,6 @@ CHUNKS = {"layer_types": ["full_attention", "chunked_attention"], "attention_chu
 def test_configurations_without_a_meaning(name, config, message):
     with refused(message, ValueError):
         check_model(meta_model(name, **config))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gemma2", "Qwen3"])
-def test_a_model_without_some_of_its_layers_is_told_what_to_set(name):
-    torch.manual_seed(0)
-    cls = getattr(transformers, f"{name}ForCausalLM")
-    types = [*MIXED, *MIXED]
-    more = {"num_hidden_layers": 4, "head_dim": 8, "use_sliding_window": True}
-    sizes = {**SIZES, **more, "layer_types": types, "sliding_window": 4}
-    model = cls(cls.config_class(**sizes))
-    model.model.layers = model.model.layers[1:3]
-    with refused("its layer 0 has layer_idx=1: .* set layer_idx in each of them to its place"):
-        check_model(model)
-    for place, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = place
-    model.config.num_hidden_layers = 2
-    with refused(r"\(2\) must be equal .* `layer_types` \(4\): .* set both in", ValueError):
-        check_model(model)
-    model.config.num_hidden_layers, model.config.layer_types = 4, types[1:3]
-    with refused(r"\(4\) must be equal .* `layer_types` \(2\): .* set both in", ValueError):
-        check_model(model)
-
-    model.config.num_hidden_layers = 2
-    examples = documents([3, 17, 9, 30], seed=1)
-    wanted = float(tiny.reference_loss(model, examples))
-    engine = FlexSeqEngine(Accelerator(cpu=True), tiny.tiny_arguments())
-    with engine.attached(model):
-        for step in engine.steps([DataCollatorForFlexSeq()(examples)]):
-            assert float(step.backward(model)) == pytest.approx(wanted, rel=1e-6)
-
-
-def test_a_call_that_contradicts_the_configuration():
-    model = meta_model("Gemma3", layer_types=MIXED)
-    attention = model.model.layers[1].self_attn
-    said = r"layer 1: its call asks for window 4 .*\(sliding_window=4\), but its .* says full"
-    with refused(said):
-        read_call(attention, None, {"sliding_window": 4, "dropout": 0.0})
-
-
-def test_a_window_of_which_the_layers_know_nothing(monkeypatch):
-    model = meta_model("Mistral", sliding_window=4)
-    modeling = transformers.models.mistral.modeling_mistral
-
-    def without_window(module, *args, sliding_window=None, **kwargs):
-        attend = transformers.AttentionInterface()["flexseq-trial"]
-        return attend(module, *args, **kwargs)
-
-    interface = SimpleNamespace(get_interface=lambda *names: without_window)
-    monkeypatch.setattr(modeling, "ALL_ATTENTION_FUNCTIONS", interface)
-    monkeypatch.setattr(modeling, "create_sliding_window_causal_mask", lambda **kwargs: None)
-    monkeypatch.setattr(modeling, "create_causal_mask", lambda **kwargs: None)
-    with refused("says window 4, but it is called without a win"):
-        check_model(model)
-
-
-def test_a_mask_with_rules_of_its_own():
-    model = meta_model("Gemma3", layer_types=["full_attention"] * 2)
-    model.config.use_bidirectional_attention = True
-    refusal = try_model(model).refusal
-    assert "in both directions" in refusal or "or_masks" in refusal
 
 
 def test_a_trial_that_ends_early(monkeypatch):
@@ -644,3 +439,44 @@ def test_versions_of_deepspeed_that_train_other_weights(monkeypatch):
         check_accelerator(accelerator, FlexSeqArguments())
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"deepspeed": "0.19.0"}[name])
     check_accelerator(accelerator, FlexSeqArguments())
+
+
+# ---- trials run once for equal models
+
+
+@pytest.fixture
+def tried():
+    """A trial, and the models that it has run for."""
+    models = []
+
+    @once_for_equal_models
+    def trial(model):
+        models.append(model)
+        return SimpleNamespace(number=len(models))
+
+    return SimpleNamespace(trial=trial, models=models)
+
+
+def double(function):
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+def test_other_models_are_tried(tried, monkeypatch):
+    model = tiny_llama()
+    first = tried.trial(model)
+    model.config.rms_norm_eps *= 2
+    assert tried.trial(model) is not first
+    model.config.rms_norm_eps /= 2
+    assert tried.trial(model) is first
+    with monkeypatch.context() as patch:
+        for place, name in (
+            (modeling_llama, "apply_rotary_pos_emb"),
+            (modeling_llama.LlamaAttention, "forward"),
+        ):
+            before = len(tried.models)
+            patch.setattr(place, name, double(getattr(place, name)))
+            tried.trial(model)
+            assert len(tried.models) == before + 1
+    assert tried.trial(model) is first
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    assert tried.trial(model) is not first

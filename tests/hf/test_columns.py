@@ -1,19 +1,16 @@
 """Columns of examples that transformers, accelerate or TRL give a meaning to: each is honoured as
 by the stock trainer, refused by its name, or named in the log as one that nothing reads."""
 
-from functools import partial
-
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.test_trainer import padded
-from tests.hf.tiny import VOCAB, tiny_gpt2, tiny_llama
+from tests.hf.plain import padded
+from tests.hf.tiny import VOCAB, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
 from tests.ranks import run_cases
 
@@ -130,35 +127,7 @@ def test_columns_that_the_trainer_removes_are_named_once(base, tmp_path, caplog)
     assert not any(name in caplog.text for name in silent)
 
 
-def reads_weights(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """A loss that reads one column, and hands it to no model."""
-    assert inputs.pop("weights").shape == inputs["input_ids"].shape
-    return Trainer.compute_loss(trainer, model, inputs, return_outputs, num_items_in_batch)
-
-
-def test_columns_that_a_loss_of_the_users_may_read_are_not_named(tmp_path, caplog):
-    base = type("Reading", (Trainer,), {"compute_loss": reads_weights})
-    first_loss(make_trainer(base, tmp_path, {}, [PLAIN | {"weights": OTHERS["weights"]}]))
-    assert "weights" not in caplog.text
-
-
 # ---- labels that are shifted already
-
-
-@pytest.mark.slow
-def test_another_family_honours_targets_types_and_limits(tmp_path):
-    """GPT-2 adds an embedding of each type, and one of each position."""
-    model = partial(tiny_gpt2, torch.float32)
-    for given, for_stock in (
-        ({"token_type_ids": OTHERS["token_type_ids"]}, None),
-        HONOURED["shift_labels"],
-        HONOURED["cu_seq_lens_q"],
-    ):
-        row = PLAIN | given
-        wanted = stock_loss(
-            Trainer, tmp_path, row if for_stock is None else PLAIN | for_stock, model=model()
-        )
-        assert our_loss(Trainer, tmp_path, row, model=model()) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("base", [Trainer, SFTTrainer])

@@ -151,26 +151,3 @@ def test_nothing_is_compiled_unless_asked_for():
         assert len(compiled(model)) == REGIONS
         assert accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
     assert not compiled(model)
-
-
-def test_modules_with_a_forward_of_their_own_are_left_alone():
-    """As Liger leaves norms."""
-    model = make_model("Llama")
-    norm = model.model.layers[0].input_layernorm
-    own = norm.forward = lambda hidden: hidden
-    with compiled_regions(model, told_to_compile()):
-        assert len(compiled(model)) == REGIONS
-        assert norm.forward is own
-    assert norm.forward is own
-
-
-def test_a_forward_that_was_put_on_a_module_meanwhile_stays():
-    model = make_model("Llama")
-    accelerator = told_to_compile()
-    first, second = (layer.mlp for layer in model.model.layers)
-    with compiled_regions(model, accelerator):
-        own = first.forward = lambda hidden: hidden
-        del second.forward
-    assert first.forward is own
-    assert compiled(model) == [first]
-    assert accelerator.state.dynamo_plugin.backend == DynamoBackend.AOT_EAGER

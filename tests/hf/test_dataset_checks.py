@@ -18,12 +18,11 @@ from transformers import (
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.engine.dataset_checks import _example, _token_counts
+from hf_flexseq.hf.engine.dataset_checks import _example
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import PADDING_TARGETS
 from tests.hf.objectives import classifier
 from tests.hf.test_checks import DATA, make_trainer
-from tests.hf.test_trainer import padded
 from tests.hf.tiny import refused
 from tests.hf.trainers import loss_of_squares, trainer_of, word_tokenizer
 from tests.ranks import run_ranks
@@ -65,12 +64,6 @@ def test_missing_labels(tmp_path, data):
         make_trainer(tmp_path, trainer={"eval_dataset": {"a": DATA, "b": data}})
 
 
-def test_labels_that_are_there_or_may_be(tmp_path):
-    for data in (DATA, with_names(None), with_names(["input_ids", "labels"])):
-        make_trainer(tmp_path, data=data, max_steps=1)
-    make_trainer(tmp_path, data=unlabelled(DATA), collator=padded)  # which makes labels
-
-
 # ---- examples
 
 
@@ -106,21 +99,6 @@ def test_examples_that_cannot_be_trained_on_are_named_before_training(tmp_path, 
         with refused(said, PlanInfeasible):
             make(tmp_path, data, max_tokens_per_rank=8).train()
     make(tmp_path, data, max_tokens_per_rank=9).train()
-
-
-@pytest.mark.slow
-def test_padding_and_examples_that_were_filtered_out_do_not_count(tmp_path):
-    row = example(20) | {"attention_mask": [1] * 8 + [0] * 12, "name": "a text"}
-    make(tmp_path, Dataset.from_list([row] * 4), max_tokens_per_rank=8).train()
-    whole = Dataset.from_list([example(n) for n in (5, 0, 3)])
-    make(tmp_path, whole.select([0, 2])).train()
-
-
-@pytest.mark.slow
-def test_examples_that_a_run_does_not_draw_are_left_alone(tmp_path):
-    data = [example(5), example(9)]
-    order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
-    make(tmp_path, data, max_tokens_per_rank=8, **order).train()
 
 
 class Rows(torch.utils.data.Dataset):
@@ -178,27 +156,6 @@ def test_rows_of_losses_on_whole_samples_are_named_before_training(tmp_path, cla
             trainer.train()
 
 
-def test_rows_of_training_and_evaluation_are_named_together(tmp_path):
-    rows = [example(n) for n in (9, 11)]
-    trainer = make(tmp_path, rows, trainer={"eval_dataset": rows * 2}, max_tokens_per_rank=8)
-    with pytest.raises(PlanInfeasible, match=r"(?s)eval_dataset\[1\] .*train_dataset\[1\] "):
-        trainer.train()
-
-
-def test_another_evaluation_dataset_is_looked_at_before_its_evaluation(tmp_path, monkeypatch):
-    def step(*args):
-        raise AssertionError("a step was planned")
-
-    tokens = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
-    trainer = make(tmp_path, [example(5)], trainer=tokens, max_tokens_per_rank=8)
-    assert trainer.evaluate([example(n) for n in (5, 8)])["eval_loss"] > 0
-    monkeypatch.setattr(FlexSeqEngine, "evaluation_steps", step)
-    with refused(r"test_dataset\[1\] has 12 tokens", PlanInfeasible):
-        trainer.evaluate([example(n) for n in (9, 12)], metric_key_prefix="test")
-    with refused(r"test_dataset\[1\] has 12 tokens", PlanInfeasible):
-        trainer.predict([{"input_ids": example(n)["input_ids"]} for n in (9, 12)])
-
-
 def drawing(rank, world_size, folder):
     class Empty(IterableDataset):
         def __iter__(self):
@@ -224,12 +181,6 @@ def test_a_step_without_anything_to_learn_is_named_if_it_is_the_first(tmp_path, 
     trainer.train()
     assert trainer.state.global_step == 3
     assert "nothing to learn" not in caplog.text
-
-
-@pytest.mark.parametrize("column", [["text", "more"], [1, 2], [[1, 2], None]])
-def test_columns_that_a_collator_makes_rows_of_are_left_alone(column):
-    assert _token_counts(Dataset.from_dict({"input_ids": column})) is None
-    assert _token_counts([{"input_ids": 5}]) is None
 
 
 class AtRandom(list):

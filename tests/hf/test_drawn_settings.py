@@ -1,20 +1,22 @@
 """Random combinations of options and of what users change train as the stock trainers do, or are
-refused in one line: never another result in silence.
+refused in one line: never another result in silence. Each change of a user's alone comes to what
+is written here of it.
 
-A few draws run with the other tests, 300 with `pytest -m nightly`. A draw that fails says its
-number; `python -m tests.hf.drawn_settings --seed N --reduce` finds the smallest part that
-fails.
+A few draws run with the other tests, 300 with `pytest -m nightly`; so do changes by themselves. A
+draw that fails says its number; `python -m tests.hf.drawn_settings --seed N --reduce` finds the
+smallest part that fails.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.hf.drawn_settings import verdicts
-from tests.hf.drawn_settings.case import CHANGES, WAYS, draw
+from tests import budget
+from tests.hf.drawn_settings.case import CHANGES, WAYS, Case, draw
 from tests.hf.drawn_settings.options import ALWAYS, SOMETIMES
-from tests.hf.drawn_settings.run import judge
+from tests.hf.drawn_settings.run import judge, outcome_of
 from tests.hf.drawn_settings.verdicts import FAILURES, Outcome, Verdict, of_both, of_refusal
 
 DRAWS, PER_JOB = 300, 15
@@ -50,13 +52,86 @@ def test_no_draw_differs_in_silence(seeds, least_equal):
     assert sum(one.verdict is Verdict.EQUAL for one in judged.values()) >= least_equal
 
 
+# ---- one change alone, or some together
+
+TOKENS = "a loss from tokens or labels that its batch does not have"
+LOGITS = r"asks for outputs\.logits.*flexseq_figures"
+IGNORED = "get_batch_samples would be ignored"
+GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
+HOOKS = "on model.embed_tokens.weight.*changes gradients of each micro-batch"
+TOGETHER = "tokens of one sequence change the loss of another"
+WHOLE = "does not gather whole logits"
+BETWEEN = "on_substep_end is called before the work of a step"
+# What is said of those that do not train as under the stock trainer.
+SAID = {
+    **dict.fromkeys(("labels in place", "labels by copy"), TOKENS),
+    **dict.fromkeys(("ids changed", "first token replaced", "reads a column"), TOKENS),
+    **dict.fromkeys(("without mask", "training step edits labels"), TOKENS),
+    **dict.fromkeys(("loss of logits", "loss without labels"), LOGITS),
+    "compute_loss_func of logits": LOGITS,
+    "loss of hidden states": "calls the model with output_hidden_states",
+    "training step clamps gradients": GRADIENTS,
+    "training step drops a step": GRADIENTS,
+    **dict.fromkeys(("batches reversed", "items doubled"), IGNORED),
+    **dict.fromkeys(("whole logits metrics", "predicts itself"), WHOLE),
+    **dict.fromkeys(("label pre hook", "smoother", "centered batch"), TOGETHER),
+    "hidden norm hook": "hidden states of two sequences in one row are",
+    "own loss function": "its loss_function loss gives .* on two parts of it",
+    **dict.fromkeys(("gradients clamped", "clamped after accumulation"), HOOKS),
+    "scaled after accumulation": HOOKS,
+    "changes accumulation": "has changed from 2 to 1 while training",
+    "normed backward hook": "a hook on the backward of a module sees",
+    **dict.fromkeys(("logs gradients between", "zeroes gradients between"), BETWEEN),
+}
+LOGGED = ("normed backward hook", "logs gradients between", "zeroes gradients between")
+OWN = "compute_loss_func"
+SAID_OF_SOME = {
+    ("prepares labels", OWN): None,
+    ("first token replaced", OWN): TOKENS,
+    ("training step drops a step", OWN): GRADIENTS,
+    ("penalty", "gradients scaled"): None,
+    ("head hook", "layer hook"): None,
+    ("model hook", "loss scaled"): "two sequences have the loss .* by the log-probabilities",
+}
+CASES = [(name,) for name in CHANGES if "trainer" in CHANGES[name].of]
+ALONE = ("loss with items", "loss without items", "loss by rows", "labels masked", "prepares ids")
+ALONE += ("calls the model with labels", "gradients masked", "labels in place", "without mask")
+ALONE += ("training step edits labels", "loss of logits", "label pre hook", "changes accumulation")
+OFTEN = [*SAID_OF_SOME, *((name,) for name in ALONE)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", budget.others_nightly([*SAID_OF_SOME, *CASES], tried=OFTEN), ids=", ".join
+)
+def test_a_change_alone_trains_as_the_stock_trainer_or_is_refused(tmp_path, changes):
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    settings |= {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "optim": "sgd"}
+    case = Case(
+        seed=0,
+        trainer="trainer",
+        way="mixin",
+        model="llama",
+        dtype="float64",
+        data="list",
+        collator="right",
+        settings=settings | {"learning_rate": 0.1},
+        ours={"max_tokens_per_rank": 61, "lookahead": 0},
+        changes=changes,
+    )
+    ours = outcome_of(case, True, tmp_path / "ours")
+    if ours.error:
+        judged, wanted = of_refusal(ours), Verdict.REFUSED
+    else:
+        judged = of_both(case, outcome_of(case, False, tmp_path / "stock"), ours)
+        wanted = Verdict.LOGGED if changes[0] in LOGGED else Verdict.EQUAL
+    said = SAID_OF_SOME.get(changes, SAID.get(changes[0]))
+    assert judged.verdict is wanted, judged.detail
+    assert (wanted is Verdict.EQUAL) == (said is None)
+    assert said is None or re.search(said, judged.detail), judged.detail
+
+
 # ---- the draws and the verdicts themselves
-
-
-def test_a_seed_is_always_the_same_draw_of_one_line():
-    assert draw(17) == draw(17)
-    assert str(draw(17)) != str(draw(18))
-    assert "\n" not in str(draw(17))
 
 
 def test_the_draws_of_a_night_have_every_option_change_and_way():
@@ -105,13 +180,3 @@ def test_a_refusal_is_one_line_before_the_second_step():
         ("TypeError", "'NoneType' object is not iterable", 0, Verdict.CRASHED),
     ):
         assert of_refusal(Outcome(error=error, message=message, step=step)).verdict is verdict
-
-
-def test_a_difference_counts_as_logged_where_a_known_warning_says_so(monkeypatch):
-    monkeypatch.setattr(verdicts, "KNOWN_WARNINGS", ("reads what the model computes of",))
-    known = "Own.compute_loss reads what the model computes of it"
-    for warnings, verdict in (
-        (["a step takes 0.1 s", known], Verdict.LOGGED),
-        (["a step takes 0.1 s"], Verdict.SILENT),
-    ):
-        assert verdict_of(outcome(), outcome(weight=2.0, warnings=warnings)) is verdict

@@ -1,72 +1,15 @@
 """The next step is dispatched while this one runs, and figures are read a step later where the
-device works behind the host. Neither shows: in gradients, in the log, in the plan trace, or in
-errors."""
+device works behind the host. Neither shows: in the log, in the plan trace, or in errors."""
 
 import json
 
 import pytest
-import torch
-from accelerate import Accelerator
 from transformers import TrainerCallback
 
-from hf_flexseq import FlexSeqEngine
 from hf_flexseq.steps import rank_step as steps
 from hf_flexseq.steps.stopwatch import Stopwatch
+from tests.hf.plain import dataset, flexseq_trainer
 from tests.hf.test_nonfinite import PARAMETER, STEPS, loop
-from tests.hf.test_trainer import dataset, flexseq_trainer
-from tests.hf.tiny import RandomPlanner, batches, taken_gradients, tiny_arguments, tiny_llama
-from tests.matching import Launches
-from tests.ranks import join, run_threads
-
-# ---- any plans, on ranks that run different numbers of micro-batches
-
-
-def run_random_plans(rank, world_size, lookahead):
-    """Numbers, micro-batches of this rank, and gradients of each step; with how many steps were
-    dispatched while another one ran."""
-    communicator = join()
-    options = tiny_arguments(lookahead=lookahead, max_tokens_per_rank=1000, sync="free")
-    engine = FlexSeqEngine(Accelerator(cpu=True), options, communicator=communicator)
-    engine.planner = lambda ahead: RandomPlanner(communicator.topology, 5)
-    model = tiny_llama()
-    engine.attach(model)
-    lengths = [3 + (index * 7 + rank * 5) % 30 for index in range(12)]
-    found = []
-    dispatched = []
-    dispatch = engine.dispatch
-
-    def noted(planned):
-        dispatched.append(planned.drawn.number > len(found))
-        return dispatch(planned)
-
-    engine.dispatch = noted
-    for _ in range(2):
-        own = [one for i in range(0, 12, 2) for one in batches(1, lengths[i : i + 2])]
-        for step in engine.steps(own, 2):
-            step.backward(model)
-            found.append((step.step.number, step.step.indices, taken_gradients(model)))
-    engine.detach()
-    return found, sum(dispatched)
-
-
-@pytest.mark.slow
-def test_gradients_are_those_of_steps_that_are_dispatched_in_place():
-    wanted = run_threads(run_random_plans, 3, 0)
-    found = run_threads(run_random_plans, 3, 2, launches=Launches.ONE_QUEUE)
-    ran = [[indices for _, indices, _ in of_rank] for of_rank, _ in wanted]
-    assert any(indices != ran[0] for indices in ran), "all ranks run the same micro-batches"
-    for (steps_found, ahead), (steps_wanted, in_place) in zip(found, wanted, strict=True):
-        assert (ahead, in_place) == (4, 0), "all but the first step of each of two passes"
-        assert [number for number, *_ in steps_found] == list(range(6))
-        for (*step, gradients), (*wanted_step, wanted_gradients) in zip(
-            steps_found, steps_wanted, strict=True
-        ):
-            assert step == wanted_step
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(
-                    gradient, wanted_gradients[name], rtol=1e-12, atol=1e-12
-                )
-
 
 # ---- a device that works behind the host
 
@@ -158,30 +101,6 @@ def test_the_log_and_the_trace_are_those_of_figures_that_are_read_at_once(
         assert events == [0, 1, "read", "read", 2, 3, "read", "read", 4, "read"]
 
 
-def engine_that_tells(**options):
-    """An engine, and the numbers of the steps whose figures it has told of."""
-    told = []
-    engine = FlexSeqEngine(
-        Accelerator(cpu=True),
-        tiny_arguments(lookahead=2, **options),
-        on_figures=lambda number, figures: told.append(number),
-    )
-    return engine, told
-
-
-@pytest.mark.processes
-def test_a_loop_of_its_own_has_the_whole_trace(tmp_path, behind):
-    trace = tmp_path / "plans.jsonl"
-    engine, told = engine_that_tells(plan_trace=str(trace))
-    model = tiny_llama()
-    with engine.attached(model):
-        for step in engine.steps(batches(4)):
-            step.backward(model)
-            assert told == list(range(step.step.number - 1))
-    assert told == [0, 1, 2, 3]
-    assert len(trace.read_text().splitlines()) == 4
-
-
 @pytest.mark.processes
 def test_what_is_not_finite_is_raised_in_the_same_step(behind):
     assert loop() == (STEPS, STEPS, None)
@@ -189,16 +108,3 @@ def test_what_is_not_finite_is_raised_in_the_same_step(behind):
         ran, updates, said = loop(poisoned=poisoned)
         assert (ran, updates) == (wanted, wanted)
         assert f"in the gradients of {PARAMETER};" in said
-
-
-@pytest.mark.processes
-def test_an_engine_that_is_detached_in_the_middle_begins_anew(behind):
-    engine, told = engine_that_tells()
-    model = tiny_llama()
-    for _ in range(2):
-        with engine.attached(model):
-            for step in engine.steps(batches(9)):
-                step.backward(model)
-                if step.step.number == 2:
-                    break  # the third step is not finished, and the fourth is dispatched
-    assert told == [0, 0]

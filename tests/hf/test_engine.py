@@ -1,24 +1,20 @@
 """What the engine promises whatever executes its steps: it draws only for an attached model, when
 it is detached the accelerator is as it was, and what one machine lacks is refused on all ranks."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from hf_flexseq import FlexSeqEngine
-from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf.engine import cost_source as source
 from hf_flexseq.hf.engine import model_planning
-from hf_flexseq.hf.engine.model_planning import EngineSetup
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
-from tests.hf.random_steps import own_batches
 from tests.hf.tiny import (
     batches,
     documents,
+    own_batches,
     reference_gradients,
     relative_errors,
     taken_gradients,
@@ -268,20 +264,3 @@ def test_what_one_machine_lacks_is_refused_on_all_ranks():
     assert on_two_ranks(without_a_kernel_or_a_process, *cases) == [
         (kernel, process) for kernel in kernels
     ]
-
-
-def test_a_kernel_is_chosen_for_the_heads_of_all_groups_that_plans_may_have(monkeypatch):
-    """Eight query heads over two KV heads, on one, two, four and eight ranks; eight span nodes."""
-    asked = []
-    monkeypatch.setattr(model_planning, "choose_kernels", lambda *given: asked.append(given))
-    cpu_group = SimpleNamespace(gather_values=lambda value: [value])
-    communicator = SimpleNamespace(topology=Topology(nodes=2, ranks_per_node=4))
-    communicator.cpu_group = cpu_group
-    setup = EngineSetup(
-        accelerator=Accelerator(cpu=True), args=None, communicator=communicator, costs=None
-    )
-    model = tiny_llama(num_attention_heads=8, num_key_value_heads=2)
-    setup.kernel_for(model, [2, 4, 8])
-    ((device, _, layers),) = asked
-    assert device.type == "cpu"
-    assert {layer.heads for layer in layers} == {frozenset({(8, 2), (4, 1), (2, 1), (1, 1)})}

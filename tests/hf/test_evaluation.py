@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from tests.budget import others_nightly
-from tests.hf.test_trainer import flexseq_trainer
+from tests.hf.plain import flexseq_trainer
 from tests.hf.tiny import documents, reference_loss, tiny_arguments, tiny_llama, weights
 from tests.ranks import run_cases
 

@@ -15,7 +15,6 @@ from tests.hf.experts import (
     LAYOUTS,
     ROUTED,
     Training,
-    errors_of_kernel,
     errors_of_steps,
     in_float64,
     matrices_of_experts,
@@ -141,18 +140,3 @@ def test_ten_steps_of_trainers(tmp_path, training, layout):
     # KTO's KL comes of sums of log-probabilities of about 40 in float32, whose last bit is 4e-6
     assert apart.metrics < (1e-5 if training.kind == "kto" else bound), apart.metric
     assert not apart.missing
-
-
-# ---- kernels
-
-
-@pytest.mark.parametrize("layout", ["2 ranks", "4 ranks in 2 groups"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
-def test_kernels_are_as_near_to_float64_as_in_one_process(tmp_path, name, dtype, layout):
-    ranks, config = LAYOUTS[layout]
-    wanted = one_process_of("Qwen3Moe", tmp_path)
-    given = (wanted, config, name, dtype)
-    for found in run_ranks(errors_of_kernel, ranks, *given, seconds=SECONDS):
-        bound = max(1e-6, 3 * found.pop("one process"))
-        assert max(found.values()) < bound

@@ -10,17 +10,19 @@ import torch
 
 from hf_flexseq.base.versions import is_older
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.random_steps import (
+from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.tiny import (
     attached,
+    documents,
     errors,
     own_batches,
     random_steps,
+    reference_gradients,
     sharded,
+    tiny_llama,
     whole,  # noqa: F401  (imported from here)
     worst_of,
 )
-from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.tiny import documents, reference_gradients, tiny_llama
 from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes

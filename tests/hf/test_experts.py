@@ -8,20 +8,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.base import versions
 from hf_flexseq.cost.analytic_model import PARAMETER_BYTES
 from hf_flexseq.distributed.reduction import local
-from hf_flexseq.hf.engine.sharding import parameter_groups
-from hf_flexseq.hf.model import experts
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.expert_adapters import unsuitable_adapter
-from hf_flexseq.hf.model.experts import ExpertRanks, expert_ranks, right_gradients
+from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.facts import adapters_beside_shards
 from tests.hf.experts import (
     LAYOUTS,
@@ -35,33 +29,13 @@ from tests.hf.experts import (
     with_adapter,
 )
 from tests.hf.objectives import assert_alike
-from tests.hf.random_steps import own_batches, whole
-from tests.hf.tiny import documents
+from tests.hf.tiny import documents, own_batches, whole
 from tests.hf.trainers import difference
 from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
 TWO = {"fsdp_size": 2, "ep_size": 2}
-
-
-def ranks_of(rank, world_size, path, config):
-    return expert_ranks(spread(path, Qwen3MoeForCausalLM, config))
-
-
-def test_a_model_tells_how_its_experts_lie_over_the_ranks(tmp_path):
-    path = save(Training(kind="plain"), tmp_path)
-    configs = [config for ranks, config in LAYOUTS.values() if ranks == 4]
-    cases = [(path, config) for config in (*configs, {"fsdp_size": 4})]
-    *by_config, without = run_cases(ranks_of, 4, cases)
-    found = [found for found, *_ in by_config]
-    assert found == [
-        ExpertRanks(ep_size=4, efsdp_size=1, replicas=1, experts=8, top_k=2),
-        ExpertRanks(ep_size=2, efsdp_size=2, replicas=1, experts=8, top_k=2),
-        ExpertRanks(ep_size=2, efsdp_size=1, replicas=2, experts=8, top_k=2),
-    ]
-    assert without == [None] * 4
-    assert expert_ranks(make("Qwen3Moe")) is None
 
 
 # ---- exactness
@@ -193,55 +167,6 @@ def test_an_optimizer_that_is_there_trains_the_spread_adapter(tmp_path):
 # ---- torch's division of gradients
 
 
-def divided_once(*args, **kwargs):
-    """As a torch would that lets its branch for one rank divide alone."""
-    found = _own_factors(*args, **kwargs)
-    return (None, None, *found[2:])
-
-
-_own_factors = _fsdp_collectives._get_gradient_divide_factors
-
-
-def divide_factors(model):
-    """The factors of the units with experts, and of all others."""
-    factors = {True: set(), False: set()}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            for group in parameter_groups(fully_shard.state(module)):
-                factors[name.endswith(".experts")].add(group.gradient_divide_factor)
-    return factors[True], factors[False]
-
-
-def factors_inside(rank, world_size, path, dtype, is_mended):
-    """Factors inside `right_gradients` and after it."""
-    model = spread(path, Qwen3MoeForCausalLM, TWO, dtype)
-    experts._divides_twice.clear()
-    random_numbers = torch.get_rng_state()
-    with pytest.MonkeyPatch.context() as patch:
-        if is_mended:
-            patch.setattr(_fsdp_collectives, "_get_gradient_divide_factors", divided_once)
-        with right_gradients(model):
-            inside = divide_factors(model)
-    assert torch.equal(torch.get_rng_state(), random_numbers)
-    return inside, divide_factors(model)
-
-
-def test_gradients_are_corrected_where_torch_divides_them_twice(tmp_path):
-    """A torch that no longer does so is found out here, too: it needs no correction."""
-    path = save(Training(kind="plain"), tmp_path)
-    once, root = ({2.0}, {None}), ({2.0**0.5}, {None})
-    wanted = {
-        (torch.float64, False): root,
-        (torch.float16, False): root,
-        (torch.float32, False): once,
-        (torch.bfloat16, False): once,
-        (torch.float64, True): once,
-    }
-    by_case = run_cases(factors_inside, 2, [(path, *case) for case in wanted])
-    for (case, inside), by_rank in zip(wanted.items(), by_case, strict=True):
-        assert by_rank == [(inside, once)] * 2, case
-
-
 def float16_norms(rank, world_size, path):
     """Norms of the gradient of one expert matrix in float16, of stock code and inside
     `right_gradients`, over that in float32."""
@@ -328,12 +253,3 @@ def test_what_is_not_exact_is_refused_in_one_line(tmp_path):
             assert re.search(said, line), line
             assert "\n" not in line
     assert refusal(0, 1, save(Training(kind="plain", family="KimiLinear"), tmp_path), {}) is None
-
-
-def test_adapters_of_other_kinds_and_on_quantized_experts_are_refused():
-    layer = nn.Module()
-    layer.experts = nn.Parameter(torch.zeros(2, 3, 4, dtype=torch.int8), requires_grad=False)
-    quantized = get_peft_model(nn.Sequential(layer), LoraConfig(target_parameters=["experts"]))
-    wrapper = quantized.base_model.model[0]
-    assert re.search(r"quantized \(torch.int8\)$", unsuitable_adapter(wrapper))
-    assert unsuitable_adapter(nn.Linear(1, 1)).startswith("PEFT's Linear does not know that")

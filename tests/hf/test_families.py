@@ -1,124 +1,79 @@
 """Families with layers of several kinds: steps of the Trainer on two ranks against those of the
-plain Trainer in one process. With `-m nightly` ten families, and all with recurrent
-layers, take ten steps in every way to train them.
-
-transformers computes recurrent scans in float32, whatever the dtype of the model. Where ten of its
-own steps with scans in float64 are further from those than the bound, three times that distance is
-allowed."""
+plain Trainer in one process. With `-m nightly` ten families take ten steps in every way to train
+them."""
 
 from functools import partial
 
 import pytest
-import torch
 from transformers import Trainer
 from trl import SFTTrainer
 
-from hf_flexseq.hf.model.recurrent import mixers
-from tests import budget
-from tests.differential.case import sft_trainer
+from tests.differential.case import Case
+from tests.differential.runs import both
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.test_trainer import logged, make_trainer, plain_run, update_error
-from tests.hf.tiny import noting_figures, weights
-from tests.hf.trainers import trained
-from tests.ranks import run_ranks
+from tests.hf.test_reach import make_model
+from tests.hf.trainers import assert_logged_alike, weights_apart
 
-WAYS = ("subclass", "callback", "sft", "zero3")
-# SFTTrainer asks models of experts for their router loss, unless it is weighed with 0.
-sft_of = partial(sft_trainer, SFTTrainer, settings={"router_aux_loss_coef": 0.0})
+WAYS = ("mixin", "callback", "sft", "zero3")
 
 
 def model_of(way, family):
     """A model of this family. SFTTrainer looks for the decoder by the model's prefix, which in
     Llama 4's is that of another part."""
     model = make_hybrid(family) if family in HYBRIDS else make_model(family)
-    if way == "zero3":  # takes no float64 parameters
+    if way == "zero3":
         model = model.float()
     if way == "sft" and not hasattr(model, model.base_model_prefix):
         model.base_model_prefix = "model"
+    model.set_attn_implementation("eager")
     return model
 
 
-def plain_family(folder, way, family):
-    """Weights before and after, and losses, of one process.
-
-    It takes one document at a time: a window that shows padding alone makes NaN in some families.
-    """
-    model = model_of(way, family)
-    model.set_attn_implementation("eager")
-    if way != "sft":
-        options = {"learning_rate": 0.1} if way == "zero3" else {}  # that of `zero_run`
-        before, after, history = plain_run(folder, batch=1, accumulation=4, model=model, **options)
-        return before, after, logged(history, "loss")
-    run = trained(sft_of(folder, 1, accumulation=4, model=model))
-    return run.start, run.weights, logged(run.log, "loss")
-
-
-def family_run(rank, world_size, folder, way, family):
-    """Weights after the run, its losses, and how often two ranks shared sequences."""
-    if way == "zero3":
-        from tests.hf.test_sharding import zero_run  # DeepSpeed need not be installed elsewhere
-
-        make = partial(model_of, way, family)
-        after, history, _ = zero_run(rank, world_size, folder, 3, 1, True, make)
-        return after, logged(history, "loss"), max(logged(history, "groups_of_2"))
-    model = model_of(way, family)
-    if way == "sft":
-        trainer: Trainer = sft_of(folder, 2, model=model, flexseq={})
-    else:
-        trainer = make_trainer(way, model, folder, 2, 1, "sgd")
-    steps = noting_figures(trainer)
-    trainer.train()
-    losses = logged(trainer.state.log_history, "loss")
-    return weights(model), losses, max(logged(steps, "groups_of_2"))
+def case_of(way, family, steps):
+    """The plain Trainer takes one document at a time: a window that shows padding alone makes NaN
+    in some families. Two ranks share the documents of more than 40 tokens."""
+    settings = {"max_steps": steps}
+    if way == "callback":
+        settings["callback"] = True
+    if way == "sft":  # asks models of experts for their router loss, unless it is weighed with 0
+        settings["router_aux_loss_coef"] = 0.0
+    if way == "zero3":  # rounding of weights is small beside a larger update
+        settings["learning_rate"] = 0.1
+    return Case(
+        base=SFTTrainer if way == "sft" else Trainer,
+        model=partial(model_of, way, family),
+        settings=settings,
+        stock_settings={"batch": 1, "accumulation": 4},
+        stage=3 if way == "zero3" else None,
+    )
 
 
-def errors_of_family(folder, way, family, plain=None):
-    """The error of the update on each rank, which is small beside the loss's float32.
-
-    plain: what `plain_family` returned, if that has run.
-    """
-    before, wanted, losses = plain or plain_family(folder, way, family)
-    errors = []
-    for found, found_losses, shared in run_ranks(family_run, 2, folder, way, family, seconds=300):
-        assert found_losses == pytest.approx(losses, rel=1e-5)
-        assert shared >= 1, "no step ever split a sequence"
-        errors.append(update_error(before, wanted, found))
-    return errors
+def assert_equal(folder, way, family, *, steps, bound):
+    """bound: of the error of the update, which is small beside the loss's float32."""
+    cases = {family: case_of(way, family, steps)}
+    for _, stock, by_rank in both(cases, folder, seconds=300):
+        for ours in by_rank:
+            assert weights_apart(stock, ours) < bound
+            assert_logged_alike(stock, ours, ["loss"], rel=1e-5)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("way", "family"),
     [
-        ("subclass", "Gemma3"),
+        ("mixin", "Gemma3"),
         ("callback", "GptOss"),
         ("sft", "DeepseekV3"),
         pytest.param("zero3", "GptOss", marks=pytest.mark.nightly),
+        pytest.param("mixin", "Qwen3Next", marks=pytest.mark.nightly),
     ],
 )
 def test_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
-    assert max(errors_of_family(tmp_path, way, family)) < 2e-6
+    assert_equal(tmp_path, way, family, steps=3, bound=2e-6)
 
-
-# ---- ten steps
 
 TRAINED = ("Gemma2", "Gemma3", "Gemma4", "GptOss", "Mistral with a window", "Olmo3", "Cohere2")
 TRAINED += ("Exaone4", "Llama4", "DeepseekV3")
-# Their experts are modules that DeepSpeed follows: under ZeRO-3 ranks whose tokens choose others
-# would wait for each other.
-NOT_ZERO3 = ("Qwen3Next", "Qwen3_5Moe", "KimiLinear", "NemotronH", "GraniteMoeHybrid")
-NOT_ZERO3 += ("BailingHybrid", "Lfm2Moe")
-
-
-@pytest.fixture
-def ten_steps(monkeypatch):
-    monkeypatch.setattr(budget, "trainer_steps", 10)
-
-
-def bound_of(way):
-    """With ZeRO-3 weights are float32: the plain Trainer is as far from its float64 ones."""
-    return 1e-5 if way == "zero3" else 2e-6
 
 
 @pytest.mark.nightly
@@ -126,45 +81,6 @@ def bound_of(way):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", TRAINED)
-def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, ten_steps, way, family):
-    assert max(errors_of_family(tmp_path, way, family)) < bound_of(way)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("way", "family"),
-    [(way, one) for one in HYBRIDS for way in WAYS if way != "zero3" or one not in NOT_ZERO3],
-)
-def test_ten_steps_of_a_hybrid_are_as_near_as_its_scans_are(tmp_path, ten_steps, way, family):
-    plain = plain_family(tmp_path, way, family)
-    with pytest.MonkeyPatch.context() as patch:
-        for mixer in mixers(model_of(way, family)):
-            for scope, name in mixer.functions:
-                patch.setitem(scope, name, in_float64(scope[name]))
-        _, in_wide_scans, _ = plain_family(tmp_path, way, family)
-    before, wanted, _ = plain
-    of_scans = update_error(before, wanted, in_wide_scans)
-    error = max(errors_of_family(tmp_path, way, family, plain))
-    assert error < max(bound_of(way), 3 * of_scans)
-
-
-def in_float64(function):
-    """`function` without its casts to float32, on inputs in float64; results have the dtype of the
-    first input."""
-
-    def wide(value):
-        is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.double() if is_tensor else value
-
-    def call(first, *args, **kwargs):
-        named = {name: wide(value) for name, value in kwargs.items()}
-        with pytest.MonkeyPatch.context() as patch:
-            keep_float64(patch)
-            out = function(wide(first), *map(wide, args), **named)
-        if isinstance(out, tuple):
-            return out[0].to(first.dtype), *out[1:]
-        return out if out is None else out.to(first.dtype)
-
-    return call
+def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
+    """With ZeRO-3 weights are float32: the plain Trainer is as far from its float64 ones."""
+    assert_equal(tmp_path, way, family, steps=10, bound=1e-5 if way == "zero3" else 2e-6)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import transformers
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
-from hf_flexseq.steps.collator import IMAGES, LENGTHS
+from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.image_rows import images_of_rows, parts_of_rows
 from hf_flexseq.steps.images import IMAGE_ROWS, NO_ROW, image_columns
 from hf_flexseq.steps.source_row import SourceRow
@@ -21,64 +22,6 @@ def with_grids(*grids):
     thw = torch.tensor([[1, *grid] for grid in grids])
     patches = torch.arange(int(thw.prod(dim=1).sum())).unsqueeze(1)
     return {"pixel_values": patches, "image_grid_thw": thw}
-
-
-def test_patches_go_to_the_rows_whose_tokens_stand_for_them():
-    rows = parts_of_rows(with_grids((2, 2), (2, 4), (4, 4)), [3, 0, 4])
-    assert [row["pixel_values"].flatten().tolist() if row else [] for row in rows] == [
-        list(range(12)),
-        [],
-        list(range(12, 28)),
-    ]
-    assert rows[0]["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4]]
-
-
-def seconds_of_rows(*seconds):
-    """What rows with 1, 0 and 2 videos get of these seconds."""
-    grids = torch.tensor([[2, 2, 2], [1, 2, 4], [1, 2, 2]])
-    call = ModelCall(
-        torch.tensor([[IMAGE, IMAGE, 1], [1, 1, 1], [IMAGE, IMAGE, IMAGE]]),
-        None,
-        None,
-        images={
-            "pixel_values_videos": torch.ones(20, 1),
-            "video_grid_thw": grids,
-            "second_per_grid_ts": torch.tensor(seconds),
-        },
-    )
-    names = {"video": ("pixel_values_videos", "video_grid_thw")}
-    rows = images_of_rows(call, {"video": IMAGE}, names)
-    return [row.get("second_per_grid_ts", torch.empty(0)).tolist() for row in rows]
-
-
-def test_seconds_of_videos_go_to_the_rows_of_these_videos():
-    assert seconds_of_rows(1.0, 0.5, 2.0) == [[1.0], [], [0.5, 2.0]]
-    with pytest.raises(ValueError, match="has second_per_grid_ts, and the model does not say"):
-        seconds_of_rows(1.0, 0.5)
-
-
-def test_tiles_of_one_size_go_to_their_rows():
-    tiles = {"pixel_values": torch.arange(5).view(5, 1, 1, 1)}
-    rows = parts_of_rows(tiles, [8, 0, 12])
-    assert rows[0]["pixel_values"].flatten().tolist() == [0, 1]
-    assert rows[2]["pixel_values"].flatten().tolist() == [2, 3, 4]
-
-
-def test_images_of_one_row_need_not_be_divided():
-    sizes = {"pixel_values": torch.ones(2, 3, 8, 8), "image_sizes": torch.tensor([[8, 8], [4, 8]])}
-    rows = parts_of_rows(sizes, [0, 6])
-    assert rows[0] == {}
-    assert rows[1].keys() == sizes.keys()
-
-
-def test_images_of_other_sizes_go_to_their_rows_if_each_has_one():
-    sizes = torch.tensor([[8, 8], [4, 8]])
-    tensors = {"pixel_values": torch.arange(2).view(2, 1, 1, 1), "image_sizes": sizes}
-    first, without, last = parts_of_rows(tensors, [4, 0, 3])
-    assert without == {}
-    for index, row in enumerate((first, last)):
-        assert row["pixel_values"].flatten().tolist() == [index]
-        assert row["image_sizes"].tolist() == sizes[index : index + 1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -123,23 +66,6 @@ def divided(call):
     return images_of_rows(call, {"image": IMAGE}, NAMES)
 
 
-def test_a_call_carries_images_and_types_into_the_row():
-    types = (IDS == IMAGE).long()
-    call = call_with(mm_token_type_ids=types)
-    row = joined([call, ModelCall(IDS, MASK, None)], divided)
-    assert row["mm_token_type_ids"].tolist() == [[0, 1, 0, 1, 1, 0] + [0] * 6]
-    assert row[LENGTHS] == [3] * 4
-    assert [len(own.get("pixel_values", ())) for own in row[IMAGES]] == [4, 8, 0, 0]
-
-
-def test_calls_with_other_images_or_types_are_others():
-    call = call_with()
-    assert call.same_as(call_with())
-    assert not call.same_as(ModelCall(call.ids, call.mask, None))
-    assert not call.same_as(call_with(pixel_values=torch.ones(12, 1)))
-    assert not call.same_as(call_with(mm_token_type_ids=torch.zeros_like(IDS)))
-
-
 def test_types_that_are_padded_on_another_side_are_refused():
     types = torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0]])
     with refused("not 1 at all of its tokens 9, .* padding_side='left'", ValueError):
@@ -149,11 +75,6 @@ def test_types_that_are_padded_on_another_side_are_refused():
 def test_tensors_that_are_not_of_one_image_each_are_refused_by_name():
     with refused("a batch has video_times, .* leave them out", ValueError):
         divided(call_with(video_times=torch.ones(2)))
-
-
-def test_images_of_a_model_that_takes_none_reach_the_check_of_its_rows():
-    row = joined([call_with()], in_first_row)
-    assert [sorted(own) for own in row[IMAGES]] == [["image_grid_thw", "pixel_values"], []]
 
 
 # ---- placeholders that are text
@@ -180,3 +101,34 @@ def test_a_placeholder_that_is_text_by_its_type_is_text():
 def test_a_placeholder_without_pixels_is_refused(kinds):
     with refused("1 tokens 58, which stand for parts of videos, and no pixels", ValueError):
         read(kinds)
+
+
+# ---- models that take text alone
+
+WITH_IMAGES = transformers.Gemma3Config(image_token_id=9)
+TYPES = {"token_type_ids": torch.tensor([0, 1])}
+
+
+@pytest.mark.parametrize(
+    ("config", "columns", "message"),
+    [
+        (WITH_IMAGES, TYPES, "token_type_ids marks tokens of images"),
+        (
+            WITH_IMAGES,
+            {"mm_token_type_ids": torch.tensor([0, 2])},
+            "mm_token_type_ids marks tokens",
+        ),
+        (WITH_IMAGES, {"input_ids": torch.tensor([5, 9])}, "the token 9, config.image_token_id"),
+        (WITH_IMAGES, {"token_type_ids": torch.tensor([0, 0])}, None),
+        (transformers.GPT2Config(), TYPES, None),
+    ],
+)
+def test_tokens_of_images_are_refused_where_a_model_takes_text(config, columns, message):
+    text = {"input_ids": torch.tensor([5, 6])}
+    row = SourceRow(columns=text | columns, lengths=(2,))
+    reader = reader_of_text(config, "its layers see both ways")
+    if message is None:
+        assert reader is None or reader.read(row).columns is row.columns
+        return
+    with refused(message):
+        reader.read(row)

@@ -7,12 +7,8 @@ import torch
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
-from hf_flexseq.pipeline.carry import KVCarry
-from hf_flexseq.pipeline.context import ChunkContext
-from hf_flexseq.pipeline.planning.plan import Chunk
-from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import Group, MicroBatch
-from hf_flexseq.plan.shard import Slice, make_shard
+from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from tests.hf.by_hand import ways_between_nodes
 from tests.hf.tiny import VOCAB, tiny_llama
@@ -23,8 +19,6 @@ CPU = torch.device("cpu")
 
 LENGTHS = [9, 14, 5, 1, 11]
 CHANGED = 2
-# A document in two chunks, the tail of it with short ones, and another one in two.
-CHUNKS = (((1, 0, 6),), ((1, 6, 14), (2, 0, 5), (3, 0, 1)), ((4, 0, 7),), ((4, 7, 11), (0, 0, 9)))
 
 
 def changed_tokens(changed):
@@ -130,41 +124,3 @@ def test_a_changed_document_changes_no_other(
         has_ring = all("ring of a hybrid" in ways for _, ways in by_rank)
         assert has_ring == (strategy == "hybrid" and nodes > 1)
     check_isolated(*parts, CHANGED)
-
-
-# ---- chunks of a pipeline, whose keys and values are carried
-
-
-def chunks_one_by_one(rank, world_size, tokens, changed):
-    """(rows, logits, gradient) of this rank's part of every chunk, as above."""
-    communicator = join()
-    model = tiny_llama()
-    model.set_attn_implementation("flexseq")
-    sharing = None
-    if world_size > 1:
-        sharing = Sharing(communicator, tuple(range(world_size)), rank)
-    carry = KVCarry(choose_kernel(CPU, torch.float64, 8))
-    done = []
-    for index, parts in enumerate(CHUNKS):
-        slices = tuple(Slice(sequence=i, start=a, stop=b) for i, a, b in parts)
-        chunk = Chunk(unit=0, index=index, slices=slices)
-        rows = rows_of_slices(slices)
-        if sharing is not None:
-            rows = rows[slice(*sharing.part(len(rows)))]
-        context = ChunkContext(chunk, tuple(LENGTHS), carry, CPU, sharing=sharing)
-        done.append((rows, *logits_of(model, rows, tokens, context)))
-    for rows, logits, _ in reversed(done):
-        loss_of_others(logits, rows, changed).backward()
-    carry.check_empty()
-    return [(rows, logits[0].detach(), x.grad[0]) for rows, logits, x in done]
-
-
-# a document that is cut, one that is whole, and one that is cut beside a whole one
-@pytest.mark.slow
-@pytest.mark.parametrize(("changed", "world_size"), [(1, 2), (2, 1), (2, 2), (4, 2)])
-def test_a_changed_document_changes_no_other_in_chunks(changed, world_size):
-    parts = []
-    for tokens in changed_tokens(changed):
-        by_rank = run_threads(chunks_one_by_one, world_size, tokens, changed)
-        parts.append([part for of_rank in by_rank for part in of_rank])
-    check_isolated(*parts, changed)

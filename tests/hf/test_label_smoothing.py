@@ -3,17 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from transformers import (
-    DataCollatorWithPadding,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Trainer,
-)
+from transformers import DataCollatorWithPadding, LlamaForSequenceClassification, Trainer
 from trl import SFTTrainer
 
 from tests.differential.case import Case, sft_trainer
-from tests.differential.runs import both, run, stock_run
-from tests.hf.test_trainer import dataset
+from tests.differential.runs import both, stock_run
+from tests.hf.plain import dataset
 from tests.hf.tiny import tiny_llama
 from tests.hf.trainers import (
     OwnLoss,
@@ -56,23 +51,6 @@ def test_steps_are_those_of_the_plain_trainer(tmp_path):
             # the plain Trainer adds up smoothed losses in float32
             assert weights_apart(stock, found) < 1e-6, name
             assert_logged_alike(stock, found, ["loss"], rel=1e-5)
-
-
-class Renamed(LlamaForCausalLM):
-    """A class that transformers does not list among causal language models."""
-
-
-@pytest.mark.slow
-def test_a_class_without_a_list_is_smoothed_as_one_of_it_and_the_log_says_so(tmp_path, caplog):
-    case = CASES["tokens"]
-    renamed = replace(
-        case, model=lambda: tiny_llama(cls=Renamed), flexseq={"max_tokens_per_rank": 64}
-    )
-    listed, stock = (stock_run(each, tmp_path) for each in (case, renamed))
-    ours = run(0, 1, renamed, tmp_path)
-    assert weights_apart(listed, ours) < 1e-6
-    assert weights_apart(stock, ours) > 1e-3
-    assert "does not list Renamed among causal language models" in caplog.text
 
 
 def test_a_model_that_keeps_its_own_loss_is_refused(tmp_path):

@@ -13,10 +13,10 @@ from hf_flexseq.cost.correction import FACTORS, MeasuredStep, corrected, fit
 from hf_flexseq.cost.terms import TERMS
 from hf_flexseq.hf.engine import cost_source
 from hf_flexseq.hf.trainer import synthetic_models as command
-from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
+from hf_flexseq.steps.learned_cost import LearnedCost, versions_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.costs import rings
-from tests.hf.test_trainer import flexseq_trainer
+from tests.hf.plain import flexseq_trainer
 from tests.hf.tiny import documents, tiny_llama
 from tests.plans import group, plan_of_groups
 from tests.ranks import join, run_threads
@@ -133,28 +133,6 @@ def test_ranks_have_the_same_factors_and_a_checkpoint_freezes_them(saved_after, 
     assert [one.factors[-1] for one in versions_of(first)] == [1.0, *[1.25] * (len(steps) - 1)]
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (None, "another version"),
-        ({"terms": ["token"], "versions": []}, "another version"),
-        ({"terms": list(FACTORS), "versions": [[3]]}, "not a step and the factors"),
-        ({"terms": list(FACTORS), "versions": [[3, [-1.0] * len(FACTORS)]]}, "not a step"),
-    ],
-)
-def test_a_record_that_is_none_is_refused(record, message):
-    with pytest.raises(ValueError, match=message):
-        versions_of(record)
-
-
-@pytest.mark.parametrize(("ratio", "lines"), [(1.2, 0), (1.4, 1), (0.6, 1)])
-def test_a_change_of_the_seconds_is_said_once(ratio, lines, caplog):
-    learned = LearnedCost([Version(0, (1.0,) * len(FACTORS))])
-    for number in range(100):
-        learned.watch(50.0 if number % 5 == 0 else ratio, 1.0)
-    assert caplog.text.count("times what the cost model says") == lines
-
-
 # ---- flexseq calibrate MODEL
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
@@ -188,16 +166,3 @@ def test_a_new_model_trains_and_corrects_its_estimate(tmp_path, monkeypatch):
     assert correction == fit(observations)
     assert type(estimate).load(output) == corrected(estimate, (*correction.factors, 1.0))
     assert correction.text().startswith("the estimate with ")
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({"model_type": "t5"}, {}, "not a causal language model"),
-        ({}, {"dtype": "int8"}, "dtype must be one of auto, .*; got 'int8'"),
-        ({}, {"fsdp": True}, "--fsdp without a GPU"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(tmp_path, changes, options, message):
-    with pytest.raises(ValueError, match=message):
-        command.train(config_of(tmp_path, **changes), str(tmp_path / "cost.json"), **options)

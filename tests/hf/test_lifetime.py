@@ -1,11 +1,7 @@
-"""What a process holds after many trainers, and how a script ends."""
+"""What a process holds after many trainers."""
 
 import gc
-import itertools
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -69,39 +65,3 @@ def test_trainers_one_after_the_other_hold_no_more_than_one(options, tmp_path):
         print(f"rank {rank}: descriptors, threads, children, MB: {figures[WARM]} {figures[-1]}")
         assert last == warm, figures
         assert last_mb - warm_mb < MOST_MB_EACH * (len(figures) - 1 - WARM), figures
-
-
-# ---- the end of a script
-
-
-ENDS_S = 2  # seconds after the last line, besides those of an interpreter with the same imports
-SCATTER = 1.5  # of the seconds that an interpreter takes to end, on a busy machine
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(200)
-def test_a_script_ends_soon_after_its_last_line(tmp_path):
-    started = []
-    for kind, rank in (("nothing", 0), *itertools.product(("trainer", "engine"), (0, 1))):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} if kind != "nothing" else {}
-        command = [sys.executable, "-m", "tests.hf.ends", kind, str(tmp_path)]
-        said = tmp_path / f"{kind}-{rank}"
-        with said.open("w") as file:
-            output = {"stdout": file, "stderr": subprocess.STDOUT}
-            started.append(
-                (said, subprocess.Popen(command, env=os.environ | own | size, **output))
-            )
-    ended = {}
-    while len(ended) < len(started):
-        for said, process in started:
-            if said not in ended and process.poll() is not None:
-                ended[said] = time.time()
-        time.sleep(0.02)
-    after_s = []
-    for said, process in started:
-        text = said.read_text()
-        assert process.returncode == 0, text
-        after_s.append(ended[said] - float(text.rpartition("last line at ")[2]))
-    print(f"seconds after the last line: {after_s}")
-    assert max(after_s[1:]) < SCATTER * after_s[0] + ENDS_S

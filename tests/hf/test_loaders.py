@@ -13,14 +13,14 @@ from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
-from hf_flexseq.hf.engine.loaders import LongestLoader, batches_on_host, without_repeats
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
+from hf_flexseq.hf.engine.loaders import without_repeats
 from tests.budget import others_nightly
+from tests.hf.plain import flexseq_trainer, float64_loss, logged, update_error
 from tests.hf.test_mixin import tokenizer
-from tests.hf.test_trainer import flexseq_trainer, float64_loss, logged, padded, update_error
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
 from tests.hf.trainers import trainer_of
-from tests.ranks import join, run_cases, run_ranks, run_threads
+from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(21)]
 
@@ -76,7 +76,7 @@ def train(rank, world_size, folder, case, planned):
     return before, weights(model), logged(trainer.state.log_history, "num_input_tokens_seen")
 
 
-# Reductions in every micro-batch are compared in tests/hf/test_fsdp_policies.py, too.
+# Reductions in every micro-batch are compared in tests/hf/test_sharding.py, too.
 SELDOM = ("reduced in every micro-batch",)
 OFTEN = tuple(case for case in CASES if case not in SELDOM)
 
@@ -119,75 +119,6 @@ def test_without_even_batches_every_sample_is_used_once(tmp_path):
         assert steps == 2
 
 
-def reported_length(rank, world_size, loaders):
-    loader = LongestLoader.over(loaders[rank], join())
-    return len(loader) if hasattr(loader, "__len__") else None
-
-
-def test_a_stream_on_one_rank_leaves_no_rank_waiting():
-    assert run_threads(reported_length, 2, [[1, 2], [1, 2, 3]]) == [3, 3]
-    assert run_threads(reported_length, 2, [[1, 2], iter([1, 2, 3])]) == [2, None]
-
-
-# ---- a chain of loaders
-
-
-class Chain:
-    """Two loaders, one after the other, as users write it: without `set_epoch`."""
-
-    def __init__(self, loaders):
-        self.loaders = loaders
-
-    def __len__(self):
-        return sum(len(loader) for loader in self.loaders)
-
-    def __iter__(self):
-        for loader in self.loaders:
-            yield from loader
-
-
-class Chained(Trainer):
-    """Draws from a chain."""
-
-    def get_train_dataloader(self):
-        return Chain([super().get_train_dataloader(), super().get_train_dataloader()])
-
-
-def drawn_from_a_chain(rank, world_size, folder, flexseq):
-    """The samples, by their numbers, in the order in which a trainer drew them: 2 epochs of 2 x 4
-    batches."""
-    drawn = []
-
-    def noted(examples):
-        drawn.extend(example["number"] for example in examples)
-        return padded(examples)
-
-    noted.__module__ = "transformers"  # a collator of one's own is tried on batches
-    examples = documents([3 + i % 4 for i in range(8)])
-    trainer_of(
-        Chained,
-        folder,
-        flexseq=flexseq,
-        accumulation=2,
-        train_dataset=[one | {"number": number} for number, one in enumerate(examples)],
-        data_collator=noted,
-        remove_unused_columns=False,
-        max_steps=-1,
-        num_train_epochs=2,
-    ).train()
-    return drawn
-
-
-@pytest.mark.processes
-def test_a_chain_of_loaders_draws_the_plain_trainers_order_with_lookahead(tmp_path):
-    cases = [(tmp_path, flexseq) for flexseq in (None, {"lookahead": 4})]
-    (wanted,), (found,) = run_cases(drawn_from_a_chain, 1, cases, seconds=120)
-    assert len(wanted) == 2 * 2 * 8
-    tried = len(found) - len(wanted)  # before: is the collator random, does it drop columns
-    assert found[:tried] == [0] * tried
-    assert found[tried:] == wanted
-
-
 # ---- batches on the host
 
 # Batches stay there until their tokens are where the plan wants them, whenever accelerate has
@@ -208,11 +139,6 @@ def leaving_for_meta(prepared):
     return prepared
 
 
-def test_a_loader_that_is_not_told_does_lose_its_batches():
-    (first, *_) = loader(Accelerator(cpu=True))
-    assert first["input_ids"].device == META
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_loop_draws_from_the_host_whether_the_loader_or_the_model_was_first(is_first):
     accelerator = Accelerator(cpu=True)
@@ -225,60 +151,6 @@ def test_a_loop_draws_from_the_host_whether_the_loader_or_the_model_was_first(is
     assert len(losses) == 2
     assert all(map(math.isfinite, losses))
     assert dataloader.device == META
-
-
-class TrainerOfMeta(FlexSeqTrainer):
-    """A Trainer whose loaders put batches on `meta`."""
-
-    def get_train_dataloader(self):
-        self.loader = leaving_for_meta(super().get_train_dataloader())
-        return self.loader
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        self.eval_loader = leaving_for_meta(super().get_eval_dataloader(eval_dataset))
-        return self.eval_loader
-
-
-@pytest.mark.slow
-def test_a_trainer_trains_resumes_and_evaluates_from_the_host(tmp_path):
-    data = documents(SHORT * 4)
-
-    def trainer():
-        return flexseq_trainer(
-            tmp_path,
-            kind=TrainerOfMeta,
-            train_dataset=data,
-            eval_dataset=data[:3],
-            lookahead=0,
-            max_steps=2,
-            save_strategy="steps",
-            save_steps=1,
-        )
-
-    first = trainer()
-    assert math.isfinite(first.evaluate()["eval_loss"])
-    assert math.isfinite(first.train().training_loss)
-    assert math.isfinite(first.evaluate()["eval_loss"])
-    again = trainer()
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    for done in (first, again):
-        assert done.loader.device == META
-    assert first.eval_loader.device == META
-
-
-def test_an_error_while_drawing_gives_the_loader_its_device_back():
-    dataloader = loader(Accelerator(cpu=True))
-    error = RuntimeError("while drawing")
-    with pytest.raises(RuntimeError, match="while drawing"), batches_on_host(dataloader):
-        raise error
-    assert dataloader.device == META
-
-
-def test_other_loaders_are_left_as_they_are():
-    for other in ([1, 2], DataLoader([1, 2])):
-        with batches_on_host(other):
-            assert len(list(other)) == 2
-        assert not hasattr(other, "device")
 
 
 class Drawing(IterableDataset):

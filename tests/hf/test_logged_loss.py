@@ -8,10 +8,9 @@ import torch
 from datasets import Dataset
 from transformers import LlamaForTokenClassification, Trainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqMixin
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqMixin
 from tests.hf.objectives import (
     FLOAT64_BOUND,
-    OPTIONS,
     Case,
     assert_alike,
     classified,
@@ -19,7 +18,7 @@ from tests.hf.objectives import (
     make_trainer,
     run_case,
 )
-from tests.hf.test_trainer import dataset, float64_loss, logged
+from tests.hf.plain import dataset, float64_loss, logged
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.hf.trainers import assert_logged_alike, difference, trained, trainer_of, weights_apart
 from tests.ranks import run_ranks
@@ -144,7 +143,6 @@ class NanOfLabels(FlexSeqMixin, Trainer):
 def test_a_nan_of_a_batch_with_labels_ends_training(tmp_path):
     case = Case(kind="tokens", steps=2)
     model = classifier(LlamaForTokenClassification, 3, torch.float64)
-    options = FlexSeqArguments(**OPTIONS, lookahead=0)
-    trainer = make_trainer(case, NanOfLabels, tmp_path, model=model, flexseq_args=options)
+    trainer = make_trainer(case, NanOfLabels, tmp_path, model=model)
     with pytest.raises(FloatingPointError, match="step 0, .* the loss and in no gradient; look"):
         trainer.train()

@@ -8,19 +8,18 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, interleave_datasets
 from torch.utils.data import DataLoader, Subset
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 from trl import SFTTrainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
+from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.config import LOOKAHEAD
 from hf_flexseq.hf.engine.lookahead import own_code_of_data
 from tests.budget import others_slow
 from tests.differential.case import sft_trainer
-from tests.hf.test_trainer import float64_loss, padded
-from tests.hf.tiny import documents, tiny_arguments, tiny_llama
+from tests.hf.plain import float64_loss, padded
+from tests.hf.tiny import documents
 from tests.hf.trainers import trained, trainer_of, weights_apart
 from tests.hf.trainers import word_tokenizer as tokenizer
 from tests.ranks import run_ranks
@@ -62,30 +61,6 @@ def by_level(examples):
     return padded([{name: e[name][: 2 + 3 * LEVELS["level"]] for name in e} for e in examples])
 
 
-class Sampler:
-    """Gives one sample more often the more steps have been taken."""
-
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __iter__(self):
-        for index in range(len(LENGTHS)):
-            yield (index * LEVELS["level"]) % len(LENGTHS)
-
-
-class Sampling(Trainer):
-    def _get_train_sampler(self, *args):
-        return Sampler()
-
-
-class Lengthens(Trainer):
-    """Lengthens the rows of its list in every step."""
-
-    def training_step(self, *args, **options):
-        lengthen(self.train_dataset)
-        return super().training_step(*args, **options)
-
-
 def lengthen(rows):
     for row in rows:
         for values in row.values():
@@ -111,10 +86,7 @@ CASES = {
     "dataset": r"\(Levels of yours is in the dataset\)",
     "random numbers": "since train_dataset draws from torch's random numbers",
     "collator": r"\(by_level of yours is in the data_collator\)",
-    "sampler": r"\(Sampler of yours is in the batch sampler\)",
     "callback": r"\(the callback Grows is yours\)",
-    "trainer": r"\(the trainer's class Lengthens is yours\)",
-    "transform": r"<lambda> of yours is in the dataset\)",
 }
 
 
@@ -129,13 +101,6 @@ def make(flex, folder, base=Trainer, **given):
     return trainer
 
 
-def cut_by_level(rows):
-    cut = {}
-    for name in ("input_ids", "labels"):
-        cut[name] = [values[: 2 + 3 * LEVELS["level"]] for values in rows[name]]
-    return cut
-
-
 def made(case, flex, folder):
     """A trainer whose data follow its training in the way of a case."""
     LEVELS["level"] = 1
@@ -144,13 +109,8 @@ def made(case, flex, folder):
         "dataset": {"train_dataset": Levels(), "callbacks": [Raise()]},
         "random numbers": {"train_dataset": Random(), "callbacks": [Draws()]},
         "collator": {"data_collator": by_level, "callbacks": [Raise()]},
-        "sampler": {"base": Sampling, "callbacks": [Raise()]},
         "callback": {"train_dataset": documents(LENGTHS), "callbacks": [Grows()]},
-        "trainer": {"base": Lengthens, "train_dataset": documents(LENGTHS)},
-        "transform": {"callbacks": [Raise()], "remove_unused_columns": False},
     }[case]
-    if case == "transform":
-        given["train_dataset"] = Dataset.from_list(ROWS).with_transform(lambda r: cut_by_level(r))
     return make(flex, folder, **given)
 
 
@@ -247,15 +207,3 @@ def follow_on_one_rank(rank, world_size, folder):
 def test_all_ranks_draw_in_place_where_one_must(tmp_path):
     for found in run_ranks(follow_on_one_rank, 2, tmp_path, seconds=120):
         assert found == [{0}, {LOOKAHEAD}, {2}]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("dataset, wanted", [(ROWS, LOOKAHEAD), (Levels(), 0)])
-def test_a_loop_draws_ahead_what_libraries_make(dataset, wanted):
-    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(lookahead=None))
-    model = tiny_llama()
-    engine.attach(model)
-    loader = DataLoader(dataset, collate_fn=DataCollatorForFlexSeq(), batch_size=2)
-    next(engine.steps(loader)).backward(model)
-    assert engine._training._lookahead == wanted
-    engine.detach()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hf_flexseq.hf.model.checks import check_model
 from tests.differential.case import Case
 from tests.differential.runs import both
-from tests.hf.test_trainer import dataset, float64_loss
+from tests.hf.plain import dataset, float64_loss
 from tests.hf.tiny import refused, tiny_llama
 from tests.hf.trainers import weights_apart
 from tests.ranks import run_ranks

@@ -7,24 +7,28 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from accelerate.utils.operations import convert_outputs_to_fp32
-from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaForCausalLM
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM, Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
-from tests.hf.random_steps import whole
-from tests.hf.tiny import refused, relative_errors, taken_gradients, tiny_llama
+from tests.hf.tiny import (
+    documents,
+    refused,
+    relative_errors,
+    taken_gradients,
+    tiny_gpt2,
+    tiny_llama,
+)
+from tests.hf.trainers import trained, trainer_of, weights_apart
 from tests.kernels.test_chunked_loss import difference
-from tests.ranks import run_cases
 
 SMALL = {
     "vocab_size": 61,
@@ -278,25 +282,6 @@ def test_forwards_that_would_be_computed_wrongly_are_refused(part, changed_part,
     assert re.search(reason, try_head(model).reason)
 
 
-def test_the_reason_is_the_model_s_where_our_attention_is_set():
-    """OPT's forward runs a decoder inside of the one that has a stand-in."""
-    config = transformers.OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=SMALL["hidden_size"])
-    model = transformers.OPTForCausalLM(config)
-    model.set_attn_implementation(NAME)
-    assert re.search(rf"{PASS_ON} \(contiguous\)", try_head(model).reason)
-
-
-def test_a_forward_that_passes_its_logits_on_is_not():
-    model = Llama(transformers.LlamaConfig(**SMALL)).double()
-    assert try_head(model).head == "lm_head"
-    assert attach_chunked_loss(model) is not None
-    assert_chunked_equals_full(model, make_batch())
-
-
-def test_something_else_than_a_transformers_model_is_refused():
-    assert attach_chunked_loss(nn.Linear(2, 2)) is None
-
-
 def test_labels_alone_are_shifted():
     model, batch = attached_model(), make_batch(rows=2)
     ids, labels = batch["input_ids"], batch["labels"]
@@ -447,66 +432,131 @@ def test_low_rank_adapters_train_and_a_frozen_head_gets_no_gradient(task):
     assert_chunked_equals_full(adapted, make_batch())
 
 
+# ---- losses that a class name or a user chooses
+
+
+DATA = documents([2 + (i * i * 7) % 8 for i in range(24)])
+
+
+class MyLlama(LlamaForCausalLM):
+    pass
+
+
+class MyLlamaForTokenClassification(LlamaForCausalLM):
+    pass
+
+
+class MyLlamaForMaskedLM(LlamaForCausalLM):
+    pass
+
+
+def llama(cls=MyLlama):
+    return tiny_llama(torch.float32, cls=cls)
+
+
+def gpt2():
+    return tiny_gpt2(torch.float32)
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False))
+
+
+def trainer_of_loss(ours, folder, model, **settings):
+    flexseq = {"lookahead": 0, "max_tokens_per_rank": 12} if ours else None
+    settings = {"batch": 4, "model": model, "train_dataset": DATA, **settings}
+    trainer = trainer_of(Trainer, folder, flexseq=flexseq, **settings)
+    trainer.args.max_grad_norm = 0
+    return trainer
+
+
+def apart(model, folder):
+    """How far ours is from the plain Trainer, in parts of the update."""
+    return weights_apart(
+        *(trained(trainer_of_loss(ours, folder, model())) for ours in (False, True))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make_model", "wrap"), [(llama, lambda model: model), (gpt2, adapted)])
+def test_a_class_without_a_known_loss_is_named_with_what_makes_both_equal(
+    tmp_path, caplog, make_model, wrap
+):
+    def with_loss_type():
+        model = make_model()
+        model.loss_type = "ForCausalLM"
+        return wrap(model)
+
+    def warnings():
+        """Of hf_flexseq alone: transformers has one that it says once per process."""
+        ours = [record for record in caplog.records if record.name.startswith("hf_flexseq")]
+        return [said for said in (record.getMessage() for record in ours) if "loss_type=" in said]
+
+    with caplog.at_level(logging.WARNING, "hf_flexseq"):
+        trainer_of_loss(True, tmp_path, wrap(make_model()))
+        said = warnings()
+        assert len(said) == 1
+        assert ".loss_type = " in said[0]
+        assert ("get_base_model()" in said[0]) == (wrap is adapted)
+        caplog.clear()
+        assert apart(with_loss_type, tmp_path) < 1e-5
+    assert not warnings()
+    assert apart(lambda: wrap(make_model()), tmp_path) > 1e-3, "no warning would be needed"
+
+
+@pytest.mark.parametrize("cls", [MyLlamaForTokenClassification, MyLlamaForMaskedLM])
+def test_a_class_named_after_another_loss_is_refused(tmp_path, cls):
+    with refused(f"{cls.__name__}: its loss is For"):
+        trainer_of_loss(True, tmp_path, llama(cls))
+
+
+# ---- a loss function of the user's own
+
+
+def doubled(logits, labels, vocab_size, **kwargs):
+    return 2 * ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+
+
+def shifts_itself(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    targets = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / num_items_in_batch
+
+
+def mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
+    return ForCausalLMLoss(logits, labels, vocab_size, shift_labels=shift_labels)
+
+
+def takes_no_more(logits, labels, vocab_size, num_items_in_batch=None):
+    return shifts_itself(logits, labels, vocab_size, num_items_in_batch)
+
+
+def with_loss(function):
+    model = llama(LlamaForCausalLM)
+    model.loss_function = function
+    return model
+
+
+def test_a_sum_over_tokens_of_the_users_own_trains_as_under_the_plain_trainer(tmp_path):
+    assert apart(lambda: with_loss(doubled), tmp_path) < 1e-5
+
+
 @pytest.mark.parametrize(
-    ("config", "labels_alone", "tokens"),
+    ("function", "said"),
     [
-        # calls the model's forward past its hooks
-        (AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9), False, 11),
-        # lengthens inputs and labels
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), True, 14),
+        (shifts_itself, "shifts_itself gives .* on two parts"),
+        (mean, "mean gives .* on two parts"),
+        (takes_no_more, "takes_no_more could not be called .*take shift_labels"),
     ],
 )
-def test_adapters_that_call_the_model_their_own_way(config, labels_alone, tokens):
-    batch = make_batch()
-    if labels_alone:
-        del batch["shift_labels"]
-    adapted = get_peft_model(make_model(), config).double()
-    handle = attach_chunked_loss(adapted)
-    ours = adapted(**batch)
-    with handle.disabled():
-        own = adapted(**batch)
-    assert ours.logits is NO_LOGITS
-    assert own.logits.shape == (1, tokens, 61)
-    assert difference(ours.loss, own.loss) < 1e-6  # transformers' own loss is in float32
+def test_other_loss_functions_are_refused(tmp_path, function, said):
+    with refused(said):
+        trainer_of_loss(True, tmp_path, with_loss(function))
 
 
-# ---- on two ranks
+def test_an_own_loss_function_under_a_loss_on_samples_is_refused(tmp_path):
+    def on_samples(outputs, labels, num_items_in_batch):
+        return outputs.loss
 
-
-def gradients_of_ranks(rank, world_size, policy):
-    """Of the ranks' batches over 29 items: under DDP without a policy, and else under FSDP2, in
-    the units that accelerate makes, or with a policy for the head alone."""
-    batch = make_batch(length=5 + 3 * rank)
-    if policy is None:
-        model = attached_model()
-        replica = DistributedDataParallel(model)
-        outputs = replica(**batch, num_items_in_batch=29)
-    else:
-        is_default = policy == MixedPrecisionPolicy()
-        model = attached_model() if is_default else make_model()
-        for layer in model.model.layers:
-            fully_shard(layer)
-        head = [model.model.norm, model.lm_head] if is_default else model.lm_head
-        fully_shard(head, mp_policy=policy)
-        fully_shard(model)
-        # the classes of model and head are other ones by now
-        assert attach_chunked_loss(model) is not None
-        outputs = model(**batch, num_items_in_batch=29)
-    assert outputs.logits is NO_LOGITS
-    assert difference(outputs.loss, full_loss(make_model(), batch, 29)) < 1e-12
-    (outputs.loss * world_size).backward()
-    return {name: whole(p.grad).numpy() for name, p in model.named_parameters()}
-
-
-@pytest.mark.processes
-def test_gradients_of_two_ranks_are_those_of_one_process():
-    model = make_model()
-    losses = [full_loss(model, make_batch(length=5 + 3 * rank), 29) for rank in range(2)]
-    wanted = gradients(model, sum(losses))
-    # 1/29 in bfloat16 is 0.3 % off, and would be so in every gradient
-    rounding = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
-    policies = [None, MixedPrecisionPolicy(), rounding]
-    for by_rank in run_cases(gradients_of_ranks, 2, [(policy,) for policy in policies]):
-        for found in by_rank:
-            found = {name: torch.from_numpy(grad) for name, grad in found.items()}
-            assert max(relative_errors(found, wanted).values()) <= 1e-12
+    with refused("outputs.loss is next-token loss"):
+        trainer_of_loss(True, tmp_path, with_loss(doubled), compute_loss_func=on_samples)

@@ -10,14 +10,15 @@ import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
-from hf_flexseq.distributed.connect import connect
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, PlanInfeasible
 from hf_flexseq.distributed.transport import LostRank
 from tests.hf.test_nonfinite import make_trainer
-from tests.hf.tiny import documents, tiny_arguments, tiny_llama
-from tests.ranks import be_silent, give_up, run_ranks
+from tests.hf.tiny import documents, noting_figures, tiny_arguments, tiny_llama
+from tests.hf.trainers import trainer_of
+from tests.ranks import be_silent, give_up, run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -156,18 +157,42 @@ def test_the_other_names_the_rank_that_is_lost_in_a_forward(tmp_path, kind, dies
     assert f"rank {LOST}" in message
 
 
-def errors_of_others(rank, world_size):
-    """What becomes of errors that are raised where ranks would be named."""
-    cpu_group = connect(torch.device("cpu"), timeout=None).cpu_group
-    cpu_group.phase = "step 7"
-    said = []
-    for message in ("out of memory", "[/gloo/pair.cc:1] Connection closed by peer"):
-        with pytest.raises(RuntimeError) as raised, cpu_group.naming_lost():
-            raise RuntimeError(message)
-        said.append((type(raised.value) is RuntimeError, str(raised.value) == message))
-    return said
+# ---- sequences that fit on no rank, and a planner that is dead
 
 
-def test_errors_without_a_lost_rank_stay_what_they_are():
-    unchanged = (True, True)
-    assert run_ranks(errors_of_others, 2) == [[unchanged, unchanged]] * 2
+class Stream(IterableDataset):
+    """Examples whose lengths are unknown until they are drawn."""
+
+    def __init__(self, examples):
+        self.examples = examples
+
+    def __iter__(self):
+        return iter(self.examples)
+
+
+def train_on_outlier(rank, world_size, folder, longest, streamed=False):
+    """The figures of the first step, and how often the model had run by then."""
+    data, calls, model = documents([longest, 3] * 10), [], tiny_llama()
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    settings = {"batch": 1, "max_steps": 3, "train_sampling_strategy": "sequential"}
+    settings["train_dataset"] = Stream(data) if streamed else data
+    options = {"max_tokens_per_rank": 51}
+    trainer = trainer_of(Trainer, folder, flexseq=options, model=model, **settings)
+    steps = noting_figures(trainer)
+    if longest <= 2 * 51:
+        trainer.train()
+        return steps[0], len(calls)
+    said = "103 tokens.*max_tokens_per_rank=51.*raise max_tokens_per_rank to 52"
+    with pytest.raises(PlanInfeasible, match=f"(?i){said}"):
+        trainer.train()
+    return None, len(calls)
+
+
+def test_an_outlier_is_split_and_one_that_fits_nowhere_is_refused_before_any_compute(tmp_path):
+    """Refused before training, or of a stream at its step."""
+    cases = [(tmp_path, 101), (tmp_path, 103), (tmp_path, 103, True)]
+    split, *refused = run_cases(train_on_outlier, 2, cases)
+    for first, calls in split:
+        assert first["groups_of_2"] >= 1
+        assert calls >= 3
+    assert refused == [[(None, 0)] * 2] * 2

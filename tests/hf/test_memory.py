@@ -1,10 +1,7 @@
 """Whatever a plan chooses for activations, loss and gradients are those of one process, and what
 is chosen is done: where tensors are between forward and backward, and how often attention runs."""
 
-import copy
-import os
 import random
-import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,22 +9,22 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.checkpoint import noop_context_fn
-from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer import sft_trainer as sft_module
 
 from hf_flexseq import FlexSeqEngine
-from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.hf.model.layer_memory import LayerMemory, reason_without_choices
 from hf_flexseq.memory.pages import MIB, HostMemoryFull
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.plan.memory import MemoryChoice
 from tests.budget import others_nightly
-from tests.differential.case import sft_trainer
+from tests.differential.case import Case, sft_trainer
+from tests.differential.runs import run
+from tests.hf import objectives
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.objectives import BOUNDS, Case, assert_alike, compare, save_inputs
+from tests.hf.objectives import BOUNDS, assert_alike, compare, save_inputs
+from tests.hf.plain import flexseq_trainer
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import FAMILIES, keep_float64, make_model, plans_across
 from tests.hf.test_reach import LENGTHS as REACH_LENGTHS
@@ -39,12 +36,10 @@ from tests.hf.test_remat import (
     loss_of,
     make_context,
 )
-from tests.hf.test_trainer import flexseq_trainer
 from tests.hf.tiny import (
     SIZES,
     any_choice,
     any_choices,
-    batches,
     documents,
     reference_gradients,
     refused,
@@ -121,18 +116,16 @@ def compared_under_choices(rank, world_size, folder, case):
 @pytest.mark.processes
 def test_pairs_and_adapters_train_as_the_plain_trainer_does_under_any_choices(tmp_path):
     save_inputs(tmp_path)
-    case = Case(kind="dpo", steps=4, adapter="new")
+    case = objectives.Case(kind="dpo", steps=4, adapter="new")
     for apart, stores in run_ranks(compared_under_choices, 2, tmp_path, case, seconds=150):
         assert_alike(apart, weights=BOUNDS["dpo"])
         assert stores == 1
 
 
 def zero_under_choices(rank, world_size, folder, chooses):
-    from tests.hf.test_sharding import zero_run  # DeepSpeed need not be installed elsewhere
-
+    case = Case(model=partial(tiny_llama, torch.float32), settings={"learning_rate": 0.1}, stage=3)
     with any_choices(SIZES["num_hidden_layers"]) if chooses else nullcontext():
-        found, *_ = zero_run(rank, world_size, folder, 3, 1, False, max_steps=3)
-    return found
+        return run(rank, world_size, case, folder).weights
 
 
 @pytest.mark.processes
@@ -191,46 +184,6 @@ def test_every_choice_gives_the_same_bits_and_attends_as_often_as_it_says(choice
     assert not any("_gradient_checkpointing_func" in vars(layer) for layer in model.model.layers)
 
 
-def test_a_copy_of_a_model_has_layers_and_a_store_of_its_own():
-    model, choice = deep_model(), CHOICES[-1]
-    with told(model, **choice) as (seq_ctx, _, layers):
-        loss_of(model, seq_ctx).backward()
-        wanted = gradients(model)
-        loss = loss_of(model, seq_ctx)
-        copied = copy.deepcopy(model)
-        used = layers.store.used_bytes
-        assert used > 0
-        loss_of(copied, seq_ctx).backward()
-        assert_same_bits(gradients(copied), wanted)
-        assert layers.store.used_bytes == used
-        loss.backward()
-        assert_same_bits(gradients(model), wanted)
-
-
-def test_an_interrupt_in_the_middle_of_a_forward_leaves_the_layers_as_they_were():
-    """torch calls no hook after an interrupt from the keyboard, not even with `always_call`."""
-    model, choice = deep_model(), CHOICES[-1]
-    with told(model, **choice) as (seq_ctx, _, layers):
-        loss_of(model, seq_ctx).backward()
-        wanted = gradients(model)
-        interrupted = model.model.layers[2].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            loss_of(model, seq_ctx)
-        interrupted.remove()
-        loss_of(model, seq_ctx).backward()
-        assert_same_bits(gradients(model), wanted)
-        assert not any("_gradient_checkpointing_func" in vars(one) for one in layers.layers)
-    model.model.layers[2].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt), told(model, **choice) as (seq_ctx, *_):
-        loss_of(model, seq_ctx)
-    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
-    assert not any("_gradient_checkpointing_func" in vars(layer) for layer in model.model.layers)
-
-
-def interrupt(*args):
-    raise KeyboardInterrupt
-
-
 # ---- models and settings that choices leave alone
 
 
@@ -251,32 +204,6 @@ def test_models_whose_layers_do_not_choose_say_why(make, family, reason):
             LayerMemory(model, save_attention_output=True, make_store=HostStore)
 
 
-def test_what_the_user_has_set_decides_whether_layers_choose():
-    model = deep_llama()
-    assert reason_without_choices(model) is None
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": noop_context_fn})
-    assert "selective activation checkpointing" in reason_without_choices(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
-    assert reason_without_choices(model) is None
-    model._set_gradient_checkpointing(True, lambda function, *args: function(*args))
-    assert "LlamaDecoderLayer is checkpointed by a function of its own" in (
-        reason_without_choices(model)
-    )
-    model.gradient_checkpointing_disable()
-    assert reason_without_choices(model) is None
-
-
-def test_hooks_inside_of_a_layer_would_run_twice_and_keep_it_as_it_is():
-    model = deep_llama()
-    model.model.layers[1].register_forward_hook(nothing)  # which runs once
-    assert reason_without_choices(model) is None
-    model.model.layers[1].mlp.register_forward_hook(nothing)
-    reason = "a hook of yours in mlp of LlamaDecoderLayer would run twice"
-    assert reason_without_choices(model) == reason
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # the user lets it run twice
-    assert reason_without_choices(model) is None
-
-
 def nothing(*args):
     return None
 
@@ -294,47 +221,6 @@ def reason_with_a_hook_on_one_rank(rank, world_size):
 def test_a_hook_on_one_rank_alone_is_a_reason_on_all():
     for reason in run_ranks(reason_with_a_hook_on_one_rank, 2, seconds=60):
         assert reason == "a hook of yours in mlp of LlamaDecoderLayer would run twice"
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_what_the_user_has_set_is_a_choice_of_as_many_first_layers(saves):
-    model = deep_llama()
-    layers = LayerMemory(model, save_attention_output=saves, make_store=HostStore)
-    assert layers.as_set == MemoryChoice()
-    model.gradient_checkpointing_enable()
-    again = 0 if saves else LAYERS
-    assert layers.as_set == MemoryChoice(recomputed_layers=LAYERS, outputs_recomputed=again)
-    model.gradient_checkpointing_enable(offload=True)
-    assert layers.as_set == MemoryChoice(
-        recomputed_layers=LAYERS,
-        inputs_on_host=LAYERS,
-        outputs_on_host=LAYERS - again,
-        outputs_recomputed=again,
-    )
-    model.gradient_checkpointing_enable(every_n_layers=2)
-    assert layers.as_set.recomputed_layers == -(-LAYERS // 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "reason", "then"),
-    [
-        ({}, None, "the trainer has one"),
-        ({"activation_memory": "as_set"}, *["activation_memory='as_set'"] * 2),
-    ],
-)
-def test_the_engine_says_why_no_plan_chooses(caplog, settings, reason, then):
-    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(**settings))
-    with engine.attached(deep_llama()):
-        assert engine.planning.reason_without_choices == reason
-        assert engine.planning.host_memory_bytes > MIB
-    engine.settings = ModelSettings(reason_as_set="the trainer has one")
-    with engine.attached(deep_llama()):
-        assert engine.planning.reason_without_choices == then
-        with caplog.at_level("INFO"):
-            engine.next_step(iter(batches(1)), 1)
-    said = "activations are kept as they are set for the run: the trainer has one" in caplog.text
-    assert said == (reason is None)
 
 
 def sft(folder, **settings):
@@ -425,41 +311,3 @@ def test_a_budget_that_does_not_suffice_ends_training_in_one_line(tmp_path):
     with noted_stores() as stores, refused("need more than host_memory_gib=2e-05", HostMemoryFull):
         trained(tmp_path, **options, host_memory_gib=2e-5)
     assert stores[0].held_bytes == 0
-
-
-# ---- how long a store lives
-
-
-def files_and_threads():
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-
-@pytest.mark.slow
-def test_fifty_steps_hold_no_more_than_the_first_and_the_end_frees_it(tmp_path):
-    held = []
-
-    class Notes(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            store = trainer.flexseq.whole_model.layers.store
-            held.append((store.held_bytes, store.used_bytes, *files_and_threads()))
-            if state.global_step == 51:
-                raise KeyError("in the middle")
-
-    trainer = flexseq_trainer(
-        tmp_path,
-        batch=1,
-        max_steps=100,
-        lookahead=0,
-        max_tokens_per_rank=64,
-        callbacks=[Notes()],
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"offload": True},
-    )
-    with noted_stores() as stores, pytest.raises(KeyError, match="in the middle"):
-        trainer.train()
-    assert len(held) == 51
-    assert set(held[1:]) == {held[1]}
-    assert held[1][0] > held[1][1] == 0
-    (store,) = stores
-    assert store.held_bytes == 0
-    assert not trainer.flexseq.is_attached

@@ -1,27 +1,16 @@
 """`compute_metrics` and `predict()` of causal language models: the arrays of the plain Trainer on
 as many ranks, made of logits that are never gathered."""
 
-from unittest.mock import Mock
-
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils.data import IterableDataset
-from transformers import (
-    LlamaForCausalLM,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.hf.engine.engine import FlexSeqEngine
-from tests.hf.test_router import mixture
-from tests.hf.test_trainer import float64_loss, logged, padded
-from tests.hf.tiny import VOCAB, documents, reference_loss, refused, tiny_llama, tiny_model
+from tests.hf.plain import float64_loss, logged
+from tests.hf.tiny import documents, reference_loss, refused, tiny_llama
 from tests.hf.trainers import OwnLoss, trainer_of
 from tests.ranks import run_cases
 
@@ -272,48 +261,6 @@ def test_a_model_that_scales_its_logits_shows_them_scaled(tmp_path):
     )
 
 
-@pytest.mark.parametrize("base", [Trainer, OwnLoss])
-def test_rows_without_labels_are_predicted(tmp_path, base):
-    rows = [{"input_ids": row["input_ids"]} for row in documents(LENGTHS[:5])]
-    given = {"base": base, **showing(best)}
-    stock, ours = (make(flex, tmp_path, **given).predict(rows) for flex in (False, True))
-    assert ours.label_ids is None
-    assert "test_loss" not in ours.metrics
-    np.testing.assert_array_equal(
-        at_tokens(ours.predictions, LENGTHS[:5]), at_tokens(stock.predictions, LENGTHS[:5])
-    )
-
-
-def test_a_loss_of_ones_own_and_predictions_take_one_pass(tmp_path, monkeypatch):
-    steps = Mock(wraps=FlexSeqEngine.step_of)
-    monkeypatch.setattr(FlexSeqEngine, "step_of", lambda *args, **named: steps(*args, **named))
-    given = {
-        "base": OwnLoss,
-        "per_device_eval_batch_size": len(LENGTHS),
-        "compute_metrics": Seen(),
-    }
-    make(True, tmp_path, **given, **showing(best)).evaluate()
-    assert steps.call_count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", [Trainer, OwnLoss])
-def test_a_router_loss_counts_beside_predictions(tmp_path, base):
-    def best_of_stock(logits, labels):
-        """The router loss and the routers' logits come with the model's."""
-        return best(logits[1] if isinstance(logits, tuple) else logits, labels)
-
-    found = []
-    for flex in (False, True):
-        given = {"base": base, "model": mixture(), "compute_metrics": Seen()}
-        given["per_device_eval_batch_size"] = len(LENGTHS)
-        metrics = make(flex, tmp_path, **given, **showing(best_of_stock)).evaluate()
-        found.append((metrics["eval_hits"], metrics["eval_loss"]))
-    (hits, loss), (own_hits, own_loss) = found
-    assert own_hits == hits
-    assert own_loss == pytest.approx(loss, rel=1e-6)
-
-
 def test_chunks_see_the_labels_of_their_tokens(tmp_path, monkeypatch):
     chunks = []
 
@@ -337,76 +284,15 @@ def test_examples_without_a_collator_are_padded(tmp_path, collator):
     np.testing.assert_array_equal(at_tokens(ours.predictions), at_tokens(stock.predictions))
 
 
-class TakesTypesForCausalLM(LlamaForCausalLM):
-    def forward(self, input_ids=None, labels=None, token_type_ids=None, **kwargs):
-        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
-
-
-@pytest.mark.slow
-def test_labels_of_other_names(tmp_path):
-    def weighted(logits, labels):
-        ids, weights = labels
-        return F.one_hot(ids.clamp(min=0), VOCAB).sum(-1) * weights
-
-    def collate(examples):
-        batch = padded(examples)
-        return {**batch, "token_type_ids": batch["input_ids"] % 3}
-
-    def model():
-        return tiny_llama(cls=TakesTypesForCausalLM)
-
-    names = {"label_names": ["labels", "token_type_ids"], "data_collator": collate}
-    stock, ours = predicted(tmp_path, model=model, **names, **showing(weighted))
-    for own, wanted in zip(ours.label_ids, stock.label_ids, strict=True):
-        np.testing.assert_array_equal(own, wanted)
-    np.testing.assert_array_equal(at_tokens(ours.predictions), at_tokens(stock.predictions))
-
-
-class Generates(TrainerCallback):
-    """Generates as Seq2SeqTrainer does, after each evaluation."""
-
-    def __init__(self):
-        self.found = []
-
-    def on_evaluate(self, args, state, control, model=None, **given):
-        batch = padded(documents(LENGTHS[:2]))
-        self.found.append(model.generate(**batch, max_length=60, pad_token_id=0).numpy())
-
-
-def neox():
-    model = tiny_model("GPTNeoX", attention_dropout=0.0, hidden_dropout=0.0)
-    model.config.pad_token_id = model.config.eos_token_id = 0
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [tiny_llama, neox])
-def test_generated_predictions_are_refused_and_a_callback_has_them(tmp_path, model):
-    """Stock has them at the first step; ours while it trains, at the same weights."""
+def test_generated_predictions_are_refused(tmp_path):
+    """A callback may generate: see `test_drawn_settings.py`."""
     generates = {"base": Seq2SeqTrainer, "config": Seq2SeqTrainingArguments}
     generates |= {"predict_with_generate": True, "generation_max_length": 60}
-    given = {**generates, "compute_metrics": Seen(), **showing(best)}
     what = "does not support predict_with_generate=True with compute_metrics.*on_evaluate"
     with refused(what):
-        make(True, tmp_path, model=model(), **given)
+        make(True, tmp_path, **generates, compute_metrics=Seen(), **showing(best))
     with refused(what):
-        make(True, tmp_path, model=model(), **generates).predict(documents(LENGTHS))
-
-    stock = make(False, tmp_path, model=model(), **generates).predict(documents(LENGTHS[:2]))
-    callback = Generates()
-    while_it_trains = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
-    given |= while_it_trains | {"prediction_loss_only": True, "callbacks": [callback]}
-    make(True, tmp_path, model=model(), **given).train()
-    assert len(callback.found) == 2
-    for found in callback.found:
-        np.testing.assert_array_equal(found, stock.predictions[:, : found.shape[1]])
-
-
-def test_loss_only_needs_nothing(tmp_path):
-    trainer = make(True, tmp_path, compute_metrics=Seen(), prediction_loss_only=True)
-    metrics = trainer.evaluate()
-    assert "eval_hits" not in metrics
-    assert metrics["eval_loss"] == pytest.approx(loss_of(tiny_llama()), rel=1e-10)
+        make(True, tmp_path, **generates).predict(documents(LENGTHS))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,18 +11,13 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
-from hf_flexseq.hf.losses.micro_batch_losses import TokenMeans
 from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import run, stock_run
-from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
+from tests.hf.plain import OPTIONS, dataset, logged, padded, training_arguments
 from tests.hf.tiny import tiny_llama
 from tests.hf.trainers import assert_logged_alike, trained, weights_apart
 from tests.hf.trainers import word_tokenizer as tokenizer
 from tests.ranks import run_cases, run_ranks
-
-
-class FlexSeqSFTTrainer(FlexSeqMixin, SFTTrainer):
-    pass
 
 
 def evaluate_first(trainer):
@@ -122,17 +116,7 @@ class ArgsThird(Trainer):
         self.ref_model, self.beta = ref_model, beta
 
 
-class HandsOn(ArgsThird):
-    def __init__(self, model, *args, gamma=1, **kwargs):
-        super().__init__(model, *args, **kwargs)
-        self.gamma = gamma
-
-
 class FlexSeqArgsThird(FlexSeqMixin, ArgsThird):
-    pass
-
-
-class FlexSeqHandsOn(FlexSeqMixin, HandsOn):
     pass
 
 
@@ -147,8 +131,7 @@ def split_at(count, arguments):
     return given, {name: arguments[name] for name in names[count:]}
 
 
-@pytest.mark.parametrize("cls", [FlexSeqArgsThird, FlexSeqHandsOn])
-def test_arguments_reach_the_next_class_as_they_were_given(tmp_path, cls):
+def test_arguments_reach_the_next_class_as_they_were_given(tmp_path):
     arguments = {
         "model": tiny_llama(),
         "ref_model": tiny_llama(seed=1),
@@ -157,25 +140,14 @@ def test_arguments_reach_the_next_class_as_they_were_given(tmp_path, cls):
     }
     for positional in range(len(arguments) + 1):
         given, named = split_at(positional, arguments)
-        trainer = cls(*given, **named, beta=0.5)
+        trainer = FlexSeqArgsThird(*given, **named, beta=0.5)
         for name, wanted in arguments.items():
             assert getattr(trainer, name) is wanted, (positional, name)
         assert trainer.beta == 0.5
         assert trainer.flexseq.args.max_tokens_per_rank == OPTIONS["max_tokens_per_rank"]
 
 
-def test_left_out_arguments_keep_the_defaults_of_the_next_class(tmp_path):
-    trainer = FlexSeqArgsThird(tiny_llama(), args=config_of(tmp_path), train_dataset=dataset(8))
-    assert trainer.ref_model is None
-    assert trainer.beta == 0.1
-
-
-def test_a_wrong_argument_is_refused_by_the_next_class(tmp_path):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_argument'"):
-        FlexSeqArgsThird(tiny_llama(), None, config_of(tmp_path), no_such_argument=1)
-
-
-@pytest.mark.parametrize("cls", [FlexSeqTrainer, FlexSeqArgsThird, FlexSeqHandsOn])
+@pytest.mark.parametrize("cls", [FlexSeqTrainer, FlexSeqArgsThird])
 def test_a_named_model_of_a_pipeline_is_loaded_by_the_options_wherever_they_stand(
     tmp_path, monkeypatch, cls
 ):
@@ -232,26 +204,3 @@ def test_figures_of_the_sft_trainer_do_not_depend_on_plan_or_ranks(tmp_path):
             keys = (*TRAINED, *(f"eval_{name}" for name in TRAINED))
             assert_logged_alike(stock, ours, keys, rel=1e-6)
         assert len({max(logged(ours.log, "flexseq/micro_batches")) for ours in runs}) > 1
-
-
-def trainer_with(**lists):
-    return SimpleNamespace(_metrics={"train": lists, "eval": {}})
-
-
-def test_lists_that_did_not_grow_with_each_micro_batch_are_left_alone():
-    trainer = trainer_with(each=[9.0], once=[9.0], replaced=[5])
-    lists = trainer._metrics["train"]
-    means = TokenMeans(trainer)
-    means.begin("train")
-    lists["each"] += [1.0, float("nan"), 4.0]
-    lists["once"] += [2.0]
-    lists["replaced"] = [6]
-    lists["new"] = [1.0, 2.0, 3.0]
-    means.end_training([1, 0, 2], 30)
-    assert lists == {"each": [9.0, 3.0], "once": [9.0, 2.0], "replaced": [6], "new": [7 / 3]}
-
-    means.begin("train")
-    lists["each"] += [0.0, 0.0]
-    means.end_training([0, 0], 30)
-    assert lists["each"] == [9.0, 3.0, 0.0], "a step without target tokens"
-    TokenMeans(SimpleNamespace()).begin("train")  # a trainer that keeps no lists

@@ -10,7 +10,7 @@ from transformers.distributed import DistributedConfig
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.reduction import local
 from tests.hf.tiny import documents, tiny_llama
-from tests.hf.trainers import trainer_of
+from tests.hf.trainers import trainer_of, zero
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -102,13 +102,7 @@ def test_all_ranks_name_it_and_save_nothing_afterwards(tmp_path, kind, runs):
 
 
 def zero_run(rank, world_size, folder):
-    import deepspeed  # which takes long
-
-    from tests.hf.test_sharding import ZERO
-
-    deepspeed.init_distributed("gloo")
-    zero = {**ZERO, "zero_optimization": {"stage": 3}}
-    trainer = make_trainer("zero", None, folder, deepspeed=zero, **SAVING)
+    trainer = make_trainer("zero", None, folder, deepspeed=zero(3), **SAVING)
     trainer.model.model.norm.register_forward_hook(poisoned_output(trainer))
     return outcome(trainer, folder)
 

@@ -1,41 +1,38 @@
 """Trainers whose loss is computed on whole samples: the plain trainer's weights and figures on two
-ranks, what cannot be computed exactly is refused in one line, and the model is left as it was."""
+ranks, what cannot be computed exactly is refused in one line, and the model is left as it was. So
+do trainers whose samples serve several steps, and that of distillation."""
 
 import math
+import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import datasets
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from datasets import load_from_disk
-from peft import get_peft_model
-from transformers import Trainer, TrainerCallback
-from trl import DPOTrainer
+from transformers import Trainer
+from trl import DistillationConfig, DistillationTrainer, DPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
-from hf_flexseq.hf.losses.answers import adapter_off, adapter_state
-from hf_flexseq.hf.losses.trainers import _OF_TRAINERS
-from hf_flexseq.hf.model.loss_kinds import _ON_SAMPLES
-from hf_flexseq.steps.calls import ModelCall
+from hf_flexseq.hf.model.loss_kinds import unsuitable_distillation
 from tests.budget import others_nightly
 from tests.hf.objectives import (
     BOUNDS,
+    FLOAT32_BOUND,
     OPTIONS,
     Case,
     assert_alike,
-    causal_model,
     compare,
-    lora_config,
     make_trainer,
     pairs,
+    prompts,
     save_inputs,
 )
+from tests.hf.plain import logged
 from tests.hf.test_resume import KilledAfter
-from tests.hf.test_trainer import logged
-from tests.hf.tiny import VOCAB, refused, tiny_llama
-from tests.hf.trainers import difference, distance, trained
+from tests.hf.tiny import VOCAB, noting_figures, refused, tiny_llama
+from tests.hf.trainers import difference, distance, trained, trainer_of, word_tokenizer
 from tests.ranks import run_cases, run_ranks
 from tests.versions import reads_log_probabilities
 
@@ -139,41 +136,6 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path, kind):
 # ---- what is refused
 
 
-def padded_call(**given):
-    """Two sequences of 3 and 2 tokens, one of them padded."""
-    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids, **given}
-
-
-@pytest.mark.parametrize(
-    ("mask", "what"),
-    [
-        ([[1, 1, 1], [1, 0, 1]], "row 1 .* padding between its tokens"),
-        ([[0, 0, 0], [1, 1, 1]], "row 0 .* no tokens"),
-    ],
-)
-def test_a_row_that_is_no_sequence_is_refused(mask, what):
-    with refused(f"{what}.* with padding around it", ValueError):
-        ModelCall(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor(mask), None)
-
-
-def test_padding_on_either_side_is_no_part_of_a_row():
-    ids = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]])
-    call = ModelCall(ids, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]), ids)
-    assert call.lengths == [3, 2]
-    assert call.in_row(call.ids).tolist() == [5, 6, 7, 8, 9]
-    # a sequence's last token predicts nothing, also where padding follows
-    assert call.in_row(call.targets).tolist() == [6, 7, -100, 9, -100]
-    assert torch.equal(call.padded(call.in_row(ids)), ids)
-
-
-@pytest.mark.parametrize("name", ["output_hidden_states", "cache_position", "inputs_embeds"])
-def test_arguments_that_change_results_are_refused_by_name(name):
-    with refused(f"calls the model with {name}"):
-        ModelCall.read(padded_call(**{name: torch.ones(1)}), of_tokens=True)
-
-
 def asking(asks):
     """A class of ours whose loss first calls the model with what `asks` makes of its inputs."""
 
@@ -201,7 +163,6 @@ def fails(inputs):
 def own_trainer(cls, folder, **given):
     """A DPO trainer in this process, without a planning process."""
     arguments = {"model": tiny_llama(), "ref_model": tiny_llama(seed=1), **given}
-    arguments.setdefault("flexseq_args", FlexSeqArguments(**OPTIONS, lookahead=0))
     return make_trainer(Case(kind="dpo", steps=1), cls, folder, **arguments)
 
 
@@ -211,7 +172,7 @@ def own_trainer(cls, folder, **given):
     ("asks", "what"),
     [
         (logits, "asks the model for logits, a whole vocabulary for every token"),
-        (other_tokens, "Asks computes a loss from tokens or labels that are not"),
+        (other_tokens, "Asks computes a loss from tokens or labels that its batch does not"),
     ],
 )
 def test_a_loss_that_asks_for_more_is_refused(tmp_path, asks, what):
@@ -268,79 +229,9 @@ class NotesTypes(FlexSeqMixin, Trainer):
 @pytest.mark.slow
 def test_logits_of_classes_are_float32_under_mixed_precision(tmp_path):
     case = Case(kind="sequences", steps=1, dtype=torch.float32, settings={"bf16": True})
-    options = FlexSeqArguments(**OPTIONS, lookahead=0)
-    trainer = make_trainer(case, NotesTypes, tmp_path, flexseq_args=options)
+    trainer = make_trainer(case, NotesTypes, tmp_path)
     trainer.train()
     assert trainer.found == (torch.float32, torch.float32)
-
-
-@pytest.mark.parametrize("adapter", ["new", "retrained"])
-def test_an_adapter_that_is_off_can_be_told(tmp_path, adapter):
-    model = causal_model(Case(kind="dpo", adapter=adapter), tmp_path)
-    if adapter == "new":
-        model = get_peft_model(model, lora_config())
-    else:
-        model.add_adapter("ref", lora_config())
-    on = adapter_state(model)
-    with adapter_off(model):
-        assert adapter_state(model) != on
-    assert adapter_state(model) == on
-
-
-# ---- other models between steps
-
-
-class BetweenSteps(TrainerCallback):
-    """After each step asks the reference or the teacher for a loss, after it has been given
-    another attention; and evaluates another set, if there is one."""
-
-    def __init__(self, attention, others=None):
-        self.attention, self.others, self.found = attention, others, []
-
-    def on_step_end(self, args, state, control, **given):
-        other = getattr(self.trainer, "teacher_model", None) or self.trainer.ref_model
-        if self.attention is not None:
-            self.trainer.accelerator.unwrap_model(other).set_attn_implementation(self.attention)
-        with torch.no_grad():
-            self.found.append(float(other(**padded_call()).loss))
-        if self.others is not None:
-            self.found.append(self.trainer.evaluate(load_from_disk(self.others))["eval_loss"])
-
-
-def asked_between_steps(rank, world_size, folder, kind, attention, others, settings):
-    """Stock and ours: how far apart, and what each has found between its steps."""
-    datasets.disable_progress_bars()
-    case = Case(kind=kind, steps=2, settings=settings)
-    options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 32}, lookahead=0)
-    runs, found = [], []
-    for given in ({}, {"flexseq_args": options}):
-        asks = BetweenSteps(attention, others)
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        torch.manual_seed(5)
-        asks.trainer = make_trainer(case, bool(given), folder, callbacks=[asks], **given)
-        runs.append(trained(asks.trainer))
-        found.append(asks.found)
-    return difference(*runs), *found
-
-
-@reads_log_probabilities
-@pytest.mark.processes
-def test_other_models_have_their_own_attention_between_steps(tmp_path):
-    save_inputs(tmp_path)
-    precomputed = {"precompute_ref_log_probs": True, "per_device_eval_batch_size": 2}
-    cases = [
-        ("kto", "eager", None, {}),
-        ("grpo", None, None, {}),
-        ("distillation", "sdpa", None, {}),
-        ("dpo", None, str(tmp_path / "pairs-6"), precomputed),
-    ]
-    by_case = run_cases(asked_between_steps, 2, [(tmp_path, *case) for case in cases], seconds=200)
-    for (kind, *_), by_rank in zip(cases, by_case, strict=True):
-        for apart, wanted, found in by_rank:
-            assert apart.weights < BOUNDS[kind], kind
-            assert len(found) >= 2
-            assert found == pytest.approx(wanted, rel=1e-6), kind
 
 
 # ---- the model afterwards
@@ -376,5 +267,170 @@ def test_the_models_are_left_as_they_were(tmp_path, cls):
         assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, VOCAB)
 
 
-def test_every_trainer_whose_loss_is_on_samples_has_its_calls_foreseen():
-    assert set(_ON_SAMPLES) == set(_OF_TRAINERS)
+# ---- samples that serve several optimizer steps
+
+
+# 4 slices, gone through twice: 4 steps of 2 batches
+SPANNING = Case(
+    kind="grpo",
+    accumulation=2,
+    steps=6,
+    lookahead=4,
+    settings={"steps_per_generation": 4, "num_iterations": 2},
+)
+
+
+@pytest.mark.processes
+def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
+    save_inputs(tmp_path)
+    between = {"eval_strategy": "steps", "eval_steps": 3}
+    evaluated = replace(SPANNING, steps=5, settings={**SPANNING.settings, **between})
+    # a step of two generation batches, and at the epoch's end one of fewer batches
+    common = {"kind": "grpo", "lookahead": 4, "settings": {"steps_per_generation": 4}}
+    uneven = Case(accumulation=3, steps=4, rows=16, **common)
+    for by_rank in run_cases(compare, 2, [(tmp_path, evaluated), (tmp_path, uneven)]):
+        for apart in by_rank:
+            assert apart.figures > 20
+            assert_alike(apart, weights=FLOAT32_BOUND)
+
+
+def trained_twice(is_ours, folder):
+    """What two runs of one trainer make, of which the first ends amid a generation batch."""
+    torch.manual_seed(5)
+    trainer = make_trainer(replace(SPANNING, steps=3), is_ours, folder)
+    first, second = trained(trainer), trained(trainer)
+    return replace(second, start=first.start, log=first.log + second.log)
+
+
+@pytest.mark.processes
+def test_a_second_training_goes_on_with_samples_of_the_first(tmp_path):
+    save_inputs(tmp_path)
+    apart = difference(trained_twice(False, tmp_path), trained_twice(True, tmp_path))
+    assert_alike(apart, weights=FLOAT32_BOUND)
+
+
+# ---- TRL's DistillationTrainer
+
+
+class FixedCompletions(DistillationTrainer):
+    """Samples that depend on the prompt alone: of 1 to 24 tokens, some cut off before their
+    end."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
+        completions = []
+        for ids in prompt_ids:
+            rng = random.Random(sum(ids))
+            tokens = [rng.randrange(2, VOCAB) for _ in range(rng.choice([0, 3, 9, 23]))]
+            completions.append([*tokens, rng.choice([1, 5])])  # 1 ends a sequence
+        return completions
+
+    def _generate(self, prompts):
+        """Say of some tokens that a tool has written them."""
+        prompt_ids, completions, _, images, tool_images = super()._generate(prompts)
+        masks = [[int(token % 5 != 0) for token in ids] for ids in completions]
+        return prompt_ids, completions, masks, images, tool_images
+
+
+class FlexSeqDistillation(FlexSeqMixin, FixedCompletions):
+    pass
+
+
+class OwnLoss(FlexSeqDistillation):
+    """Computes what the others do; but that cannot be known."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def large_teacher():
+    """Another depth, another width, heads of another size and number."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    return tiny_llama(seed=1, hidden_size=48, num_hidden_layers=3, **heads)
+
+
+def distillation(cls, folder, *, options=None, **settings):
+    student = tiny_llama()
+    student.config.logit_scale = 1.5  # which TRL reads
+    defaults = {
+        "model": student,
+        "teacher_model": large_teacher(),
+        "train_dataset": prompts(24),
+        "eval_dataset": prompts(5),
+        "processing_class": word_tokenizer(),
+        "data_collator": None,
+        "accumulation": 2,
+        "max_steps": 2,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "learning_rate": 0.5,
+        "beta": 0.5,
+    }
+    flexseq = (options or {}) if issubclass(cls, FlexSeqMixin) else None
+    settings = {**defaults, **settings}
+    return trainer_of(cls, folder, config=DistillationConfig, flexseq=flexseq, **settings)
+
+
+def run(rank, world_size, cls, folder, settings):
+    trainer = distillation(cls, folder, **settings)
+    steps = noting_figures(trainer) if isinstance(trainer, FlexSeqMixin) else None
+    found = trained(trainer, evaluates=world_size > 1)
+    if world_size > 1 and steps is not None:
+        assert any("groups_of_2" in figures for figures in steps)
+    return found
+
+
+@pytest.mark.processes
+def test_four_steps_are_those_of_the_stock_trainer(tmp_path):
+    # sequences of up to 32 tokens: some need both ranks
+    settings = {"max_steps": 4, "temperature": 0.8, "options": {"max_tokens_per_rank": 20}}
+    cases = [(cls, tmp_path, settings) for cls in (FixedCompletions, FlexSeqDistillation)]
+    for stock, ours in zip(*run_cases(run, 2, cases), strict=True):
+        assert any("entropy" in entry for entry in stock.log)
+        assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
+        for entry in ours.log[:4]:
+            assert entry["step_time"] > entry["flexseq/measured_s"]  # of a whole step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta):
+    wanted = run(0, 1, FixedCompletions, tmp_path, {"beta": beta})
+    for cls in (FlexSeqDistillation, OwnLoss):
+        ours = run(0, 1, cls, tmp_path, {"beta": beta})
+        assert_alike(difference(wanted, ours), weights=FLOAT32_BOUND)
+
+
+@pytest.mark.slow
+def test_each_model_runs_once_on_a_micro_batch(tmp_path):
+    trainer = distillation(FlexSeqDistillation, tmp_path)
+    calls = []
+    for model in (trainer.model, trainer.teacher_model):
+        model.model.register_forward_hook(lambda *args: calls.append(args[0]))
+    trainer.train()
+    micro_batches = sum(logged(trainer.state.log_history, "flexseq/micro_batches"))
+    assert micro_batches > 2
+    for model in (trainer.model, trainer.teacher_model):
+        assert calls.count(model.model) == micro_batches
+
+
+def test_a_loss_with_gradients_that_were_not_foreseen_is_refused(tmp_path):
+    trainer = distillation(FlexSeqDistillation, tmp_path)
+    loss_of = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **options: 2 * loss_of(*args, **options)
+    with pytest.raises(RuntimeError, match="other gradients of divergence"):
+        trainer.train()
+
+
+def test_a_teacher_that_cannot_be_computed_exactly_is_refused(tmp_path):
+    teacher = large_teacher()
+    teacher.model.layers[0].self_attn.attention_dropout = 0.1
+    with refused("attention_dropout=0"):
+        distillation(FlexSeqDistillation, tmp_path, teacher_model=teacher)
+
+
+@pytest.mark.parametrize(
+    "name", ["GKDTrainer", "GOLDTrainer", "ServerDistillationTrainer", "AsyncDistillationTrainer"]
+)
+def test_other_distillations_are_refused_by_name(name):
+    kind = type("Mine", (type(name, (), {}),), {})
+    assert unsuitable_distillation(kind()).startswith(f"{name} (it")

@@ -8,16 +8,12 @@ ORDER_PLANS=1000 runs so many plans of each kind.
 """
 
 import functools
-import itertools
 import os
 import random
 import re
-from collections import Counter
 
 import pytest
-import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
@@ -31,11 +27,18 @@ from hf_flexseq.hf.engine.reduction import average_gradients, instead_of_ddp
 from hf_flexseq.hf.engine.sharding import FsdpPolicies
 from hf_flexseq.hf.model.sharding import resolve_sync
 from tests.hf.by_hand import attach, planned_inputs, target_count
-from tests.hf.random_steps import sharded, whole
 from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.tiny import documents, reference_gradients, refused, relative_errors, tiny_llama
+from tests.hf.tiny import (
+    documents,
+    reference_gradients,
+    refused,
+    relative_errors,
+    sharded,
+    tiny_llama,
+    whole,
+)
 from tests.matching import Launches
-from tests.plans import ends_apart, group, plan_of_groups, random_plan
+from tests.plans import group, plan_of_groups, random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
 from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import join, run_cases
@@ -54,18 +57,6 @@ CASES = [(2, 1), (3, 1), (4, 2)]  # ranks, nodes
 def drawn_plans(world_size, nodes, seed):
     rng = random.Random(seed)
     return [random_plan(LENGTHS, world_size, rng, nodes=nodes) for _ in range(PLANS)]
-
-
-def test_the_plans_are_of_all_kinds():
-    counts = Counter()
-    for world_size, nodes in CASES:
-        for seed in SEEDS:
-            for plan in drawn_plans(world_size, nodes, seed):
-                counts["several micro-batches"] += len(plan.micro_batches) > 1
-                counts["ends apart"] += ends_apart(plan)
-                groups = [group for part in plan.micro_batches for group in part.groups]
-                counts["several strategies"] += len({group.strategy for group in groups}) > 2
-    assert min(counts.values()) >= 3, counts
 
 
 # ---- a step of one rank, without Trainer and accelerate
@@ -148,29 +139,6 @@ def test_plans_end_under_ddp_instead_of_ddp(launches, world_size, nodes, seed):
     check_plans(under_ddp, launches, seed, world_size, nodes, SMALL_BUCKETS if seed == 1 else {})
 
 
-def reduced_by_ddp(rank, world_size, plans, nodes, lockstep, has_hook):
-    """Every rank reduces in its own last micro-batch, as DDP does by itself."""
-    own = ByHand(world_size, nodes)
-    ddp = DistributedDataParallel(own.model, **SMALL_BUCKETS)
-    if has_hook:
-        ddp.register_comm_hook(None, allreduce_hook)
-    gradients = []
-    for plan in plans:
-        *earlier, last = own.micro_batches(plan, lockstep=lockstep, has_passes=lockstep)
-        with ddp.no_sync():
-            for inputs in earlier:
-                own.backward(inputs, ddp)
-        own.backward(last, ddp)
-        gradients.append(own.gradients())
-    return gradients
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_hook", [False, True])
-def test_plans_end_in_lockstep_when_ddp_reduces_by_itself(has_hook):
-    check_plans(reduced_by_ddp, ONE_QUEUE, SEEDS[has_hook], 4, 2, True, has_hook)
-
-
 # ---- FSDP2
 
 
@@ -251,29 +219,6 @@ def test_plans_end_with_experts_over_ranks(experts_in_float64, launches, checkpo
     options = {"launches": launches, "seed": seed, "seconds": 60 + PLANS}
     by_rank = run_threads_with_groups(under_experts, 4, *args, **options)
     check_gradients(by_rank, with_experts)
-
-
-def groups_of(rank, world_size, config):
-    """The ranks of every group of several ranks that this one is in, in the order of making."""
-    initialize_distributed_mesh(DistributedConfig(**config))
-    record = dist.distributed_c10d._world
-    groups = [tuple(sorted(record.pg_group_ranks[group])) for group in record.pg_map]
-    return [ranks for ranks in groups if len(ranks) > 1]
-
-
-def test_experts_add_two_groups():
-    everyone = tuple(range(16))
-    of_node = tuple(range(8))
-    for config, wanted in [
-        ({"fsdp_size": 16}, [everyone]),
-        ({"fsdp_size": 16, "ep_size": 8}, [everyone, (3, 11), of_node]),
-        ({"fsdp_size": 16, "ep_size": 16}, [everyone]),
-        (
-            {"fsdp_size": 8, "dp_replicate_size": 2, "ep_size": 4},
-            [everyone, (3, 11), of_node, (3, 11), (3, 7), (0, 1, 2, 3)],
-        ),
-    ]:
-        assert run_threads_with_groups(groups_of, 16, config)[3] == wanted
 
 
 # ---- what is launched
@@ -378,14 +323,6 @@ def test_ranks_launch_attention_then_experts_in_one_order():
             check_order(plan, of_plan, layers, checkpointing)
 
 
-def test_some_of_these_ranks_have_no_work():
-    idle = 0
-    for plan in itertools.chain(*plans_of_launches()):
-        for micro_batch in plan.micro_batches:
-            idle += sum(not micro_batch.groups_of(rank) for rank in range(4))
-    assert idle > 2
-
-
 # ---- planted faults
 
 
@@ -393,23 +330,6 @@ def plan_that_ends_apart():
     """A plan whose first micro-batch is the last one of rank 0 and not of rank 1."""
     wide, narrow = group(0, 2, 0, 1, 2, 3), group(1, 3, 4, 5, strategy="zigzag")
     return plan_of_groups(LENGTHS, [wide], [narrow])
-
-
-APART = ([plan_that_ends_apart()], 1, False, False)
-
-
-def test_ddps_own_reduction_hangs_where_one_transfer_runs_at_a_time():
-    hangs = "no rank can go on: rank 0 is in allreduce .*behind it stands"
-    with pytest.raises(RuntimeError, match=hangs):
-        run_threads_with_groups(reduced_by_ddp, 3, *APART, launches=ONE_QUEUE, seed=1)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_ddps_own_reduction_ends_where_posts_are_independent(seed):
-    by_rank = run_threads_with_groups(
-        reduced_by_ddp, 3, *APART, launches=Launches.BY_TAG, seed=seed
-    )
-    check_gradients(by_rank)
 
 
 def reduced_by_us(rank, world_size, early):

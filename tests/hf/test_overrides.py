@@ -5,19 +5,17 @@ from collections import Counter
 from functools import partial, wraps
 
 import pytest
-import torch
-from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
+from transformers import DataCollatorWithFlattening, Trainer
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqTrainer
-from hf_flexseq.hf.losses.next_token import NextTokenLoss
 from hf_flexseq.hf.trainer.overrides import RULES, Standing
 from hf_flexseq.steps.users_code import is_known, users_method
+from tests.hf.plain import dataset, padded
 from tests.hf.test_own_losses import Focal
-from tests.hf.test_trainer import dataset, float64_loss, padded
 from tests.hf.tiny import refused, tiny_llama, tiny_model
-from tests.hf.trainers import trained, trainer_of, weights_apart
+from tests.hf.trainers import trainer_of
 
 # Methods that answer a question: how often they are asked changes nothing.
 QUESTIONS = (
@@ -48,10 +46,11 @@ def functions_of(*classes):
 def make(base, folder, *, how="mixin", model=None, collator=padded, callbacks=(), **options):
     """A trainer of the user's class `base`, behind the mixin or switched on by a callback."""
     defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = trainer_of(
+    return trainer_of(
         base,
         folder,
-        flexseq=OPTIONS if how == "mixin" else None,
+        flexseq=None if how == "stock" else OPTIONS,
+        callback=how == "callback",
         batch=4,
         accumulation=options.pop("gradient_accumulation_steps", 2),
         model=model or tiny_llama(),
@@ -60,9 +59,6 @@ def make(base, folder, *, how="mixin", model=None, collator=padded, callbacks=()
         callbacks=list(callbacks),
         **{**defaults, **options},
     )
-    if how == "callback":
-        trainer.add_callback(FlexSeqCallback(trainer, FlexSeqArguments(**OPTIONS)))
-    return trainer
 
 
 # ---- the list
@@ -151,15 +147,6 @@ def test_an_override_that_would_be_ignored_is_refused_by_name(tmp_path, base):
         assert make(overriding(*let_through, base=base), tmp_path, how=how)
 
 
-def test_an_override_that_another_class_takes_back_is_not_refused(tmp_path):
-    mine = overriding("get_batch_samples", "compute_loss")
-    back = {name: getattr(Trainer, name) for name in ("get_batch_samples", "compute_loss")}
-    trainer = make(type("TakesBack", (mine,), back), tmp_path)
-    assert isinstance(trainer._flexseq_loss, NextTokenLoss)
-    with refused(r"Mine\.get_batch_samples would be ignored"):
-        make(type("TakesOneBack", (mine,), {"compute_loss": Trainer.compute_loss}), tmp_path)
-
-
 def test_a_function_on_one_trainer_or_in_front_of_the_mixin_is_refused_too(tmp_path):
     with refused(r"Mine\.get_batch_samples would be ignored"):
         make(overriding("get_batch_samples", base=FlexSeqTrainer), tmp_path)
@@ -192,73 +179,7 @@ def test_a_pipeline_refuses_what_its_stages_do_themselves(tmp_path):
         FlexSeqCallback(trainer, args)
 
 
-# ---- batches that are changed on their way
-
-
-class Changes:
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        return super().training_step(model, self.change(inputs), num_items_in_batch)
-
-
-class InFront(Changes, FlexSeqTrainer):
-    pass
-
-
-class OfStock(Changes, Trainer):
-    pass
-
-
-def replaces_labels(inputs):
-    inputs["labels"] = inputs["labels"].masked_fill(inputs["labels"] > 50, -100)
-    return inputs
-
-
-def changes_tokens(inputs):
-    inputs["input_ids"][:] = 1
-    return inputs
-
-
-def copies(inputs):
-    return {name: value.clone() for name, value in inputs.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [replaces_labels, changes_tokens, copies])
-def test_a_training_step_in_front_of_the_mixin_gets_each_batch(tmp_path, change):
-    runs = []
-    for base, how in ((OfStock, "stock"), (InFront, "mixin")):
-        model = tiny_llama()
-        if how == "stock":
-            model.loss_function = float64_loss
-        trainer = make(base, tmp_path, how=how, model=model, eval_strategy="no")
-        trainer.change = change
-        runs.append(trained(trainer))
-    assert weights_apart(*runs) < 1e-8
-
-
 # ---- what is said
-
-
-class Substeps(TrainerCallback):
-    def on_substep_end(self, args, state, control, **kwargs):
-        pass
-
-
-def test_what_sees_something_else_is_named_in_the_log(tmp_path, caplog):
-    model = tiny_llama()
-    model.lm_head.register_full_backward_hook(lambda *args: None)
-    make(overriding("training_step", base=Focal), tmp_path, model=model, callbacks=[Substeps()])
-    said = [
-        record.message
-        for record in caplog.records
-        if record.name == "hf_flexseq.hf.trainer.trainer"
-    ]
-    assert len(said) == 3
-    for part in ("Mine.training_step sees no", "lambda> on lm_head: ", "Substeps.on_sub"):
-        assert sum(part in line for line in said) == 1, part
-    caplog.clear()
-    make(Trainer, tmp_path)
-    assert not [r for r in caplog.records if r.name == "hf_flexseq.hf.trainer.trainer"]
 
 
 def test_documents_that_see_each_other_under_the_plain_trainer_are_named_in_the_log(
@@ -270,47 +191,3 @@ def test_documents_that_see_each_other_under_the_plain_trainer_are_named_in_the_
         make(Trainer, tmp_path, model=model, collator=DataCollatorWithFlattening())
         said = [r.message for r in caplog.records if "documents of a packed row" in r.message]
         assert len(said) == (name == "GptOss"), said
-
-
-def test_hooks_on_gradients_that_depend_on_micro_batches_are_refused(tmp_path):
-    def accumulates(model):
-        model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-
-    def clamps(model):
-        model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-
-    for register in (accumulates, clamps):
-        model = tiny_llama(torch.float32)
-        register(model)
-        with refused("on lm_head.weight changes grad"):
-            make(Trainer, tmp_path, model=model)
-
-
-# ---- what changes while it trains
-
-
-class ClampsInFront(FlexSeqTrainer):
-    def training_step(self, model, *args):
-        loss = super().training_step(model, *args)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-1e-3, 1e-3)
-        return loss
-
-
-@pytest.mark.slow
-def test_gradients_that_are_changed_in_front_of_the_mixin(tmp_path):
-    """Of a step with one batch they are those of the plain Trainer."""
-    with refused("ClampsInFront.training_step changes"):
-        make(ClampsInFront, tmp_path).train()
-    make(ClampsInFront, tmp_path, gradient_accumulation_steps=1).train()
-
-
-class Accumulates(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        args.gradient_accumulation_steps = 1
-
-
-def test_another_accumulation_in_the_middle_of_a_training(tmp_path):
-    with refused("has changed from 2 to 1 while training", ValueError):
-        make(Trainer, tmp_path, callbacks=[Accumulates()]).train()

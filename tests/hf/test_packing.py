@@ -10,7 +10,7 @@ from trl import SFTTrainer
 
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import both, run, stock_run
-from tests.hf.test_trainer import dataset
+from tests.hf.plain import dataset
 from tests.hf.trainers import assert_logged_alike, weights_apart
 
 FIGURES = ["loss", "grad_norm", "mean_token_accuracy", "entropy", "eval_loss"]

@@ -5,24 +5,20 @@ Each model is compared with itself, unattached, on one document at a time. `orig
 embeddings` and `floor_scale` are below some documents' lengths and above others', otherwise there
 would be nothing to see. Ranks are threads."""
 
-import copy
 import random
 from functools import partial
 
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.kosmos2_5.modeling_kosmos2_5 import (
     Kosmos2_5TextSinusoidalPositionalEmbedding,
 )
 
-from hf_flexseq import DataCollatorForFlexSeq
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS, with_token_columns
@@ -30,16 +26,7 @@ from tests.hf import by_hand, test_reach
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.test_checks import EXPERTS, SIZES
 from tests.hf.test_reach import stays_in_float64  # noqa: F401  (a fixture)
-from tests.hf.tiny import (
-    VOCAB,
-    RandomPlanEngine,
-    documents,
-    reference_gradients,
-    refused,
-    relative_errors,
-    taken_gradients,
-    tiny_llama,
-)
+from tests.hf.tiny import documents, reference_gradients, refused, relative_errors, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import columns_of, make_executor
 from tests.plans import random_plan
@@ -178,60 +165,6 @@ def test_detached_it_leaves_nothing_on_the_model():
     assert needed_columns(plain) == ()
 
 
-def test_a_forward_that_was_replaced_before_comes_back():
-    model = make_model("Llama")
-    rotary = model.model.rotary_emb
-    rotary.forward = former = rotary.forward
-    attach_positions(model).close()
-    assert rotary.forward is former
-
-
-def test_a_counting_layer_that_takes_no_cache_is_refused(monkeypatch):
-    model = make_model("Llama4")
-    attention = model.model.layers[0].self_attn
-    monkeypatch.setattr(attention, "forward", lambda hidden_states, **kwargs: None)
-    with refused("Llama4TextAttention takes none of cache, past_key_values"):
-        attach_positions(model)
-
-
-@pytest.mark.parametrize(("family", "column"), [("Llama", LENGTHS), ("Llama4", INDICES)])
-def test_an_attached_model_and_its_copy_outside_of_a_training(family, column):
-    model = make_model(family).eval()
-    ids = torch.randint(VOCAB, (1, LIMIT + 5), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        plain = model(input_ids=ids).logits
-        handle = attach_positions(model)
-        # as `generate` calls it, between two steps
-        assert torch.equal(model(input_ids=ids).logits, plain)
-        with pytest.raises(ValueError, match=f"is given seq_ctx without '{column}'"):
-            model(input_ids=ids, seq_ctx=object())
-
-        # the forwards of a copy have its own parameters
-        copied = copy.deepcopy(model)
-        positions = torch.arange(7, 12)[None]
-        value = {LENGTHS: torch.full((1, 5), LIMIT + 5), INDICES: positions}[column]
-        given = {"input_ids": ids[:, :5], "position_ids": positions, column: value}
-        wanted = model(**given).logits
-        handle.close()
-        assert not torch.equal(model(**given).logits, wanted)
-        for parameter in model.parameters():
-            parameter.zero_()
-        assert torch.equal(copied(**given).logits, wanted)
-
-
-def test_an_engine_gives_a_model_its_columns_and_takes_them_back(stays_in_float64):  # noqa: F811
-    model = make_model("Llama")
-    wanted_loss, wanted = reference_gradients(model, EXAMPLES, attention="eager")
-    before = traces(model)
-    engine = RandomPlanEngine(Accelerator(cpu=True), 0)
-    with engine.attached(model):
-        steps = engine.steps(iter([DataCollatorForFlexSeq()(EXAMPLES)]))
-        (loss,) = [step.backward(model) for step in steps]
-    assert abs(float(loss) / wanted_loss - 1) < 1e-6  # its loss is a float32
-    assert max(relative_errors(taken_gradients(model), wanted).values()) < 1e-10
-    assert traces(model) == before
-
-
 # ---- the columns
 
 
@@ -242,14 +175,6 @@ def test_columns_say_what_one_process_would_of_each_sequence():
     assert columns[LENGTHS].tolist() == [3, 3, 3, 11, 11, 11]
     assert columns[INDICES].tolist() == [0, 1, 2, 0, 1, 2]
     assert set(with_token_columns(row, ()).columns) == {"position_ids"}
-
-
-def test_a_rank_that_drew_nothing_has_the_columns_too():
-    row = SourceRow(columns={"position_ids": torch.empty(0, dtype=torch.int64)}, lengths=())
-    columns = with_token_columns(row, (LENGTHS, INDICES)).columns
-    assert set(columns) == {"position_ids", LENGTHS, INDICES}
-    for column in columns.values():
-        assert (column.shape, column.dtype) == ((0,), torch.int64)
 
 
 def test_a_column_of_the_same_name_is_refused():
@@ -311,45 +236,6 @@ def test_a_model_that_counts_is_refused_with_module_and_line(module, line):
     said = rf"mlp\.act_fn \({name}\) counts positions itself, in test_positions\.py:\d+: .*{line}"
     with refused(rf"layers\.1\.{said}"):
         check_model(llama_with(module))
-
-
-def test_a_model_that_does_not_count_is_taken():
-    check_model(llama_with(Applies(lambda x: x + torch.arange(x.shape[2]) + x.cumsum(1) * 0)))
-    check_model(llama_with(Applies(lambda x: x * x.sum().item())))
-
-
-class LooksForPositions(transformers.LlamaForCausalLM):
-    def forward(self, input_ids, **kwargs):
-        if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
-        return super().forward(input_ids, **kwargs)
-
-
-class Counts(transformers.LlamaForCausalLM):
-    def forward(self, input_ids, **kwargs):
-        kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
-        return super().forward(input_ids, **kwargs)
-
-
-def test_positions_that_are_given_need_not_be_counted():
-    check_model(LooksForPositions(tiny_llama().config))
-    packed = "packed rows with cu_seqlens or seq_lengths need no module of their own"
-    with refused(rf"the model \(Counts\) counts positions itself.*from position_ids; {packed}"):
-        check_model(Counts(tiny_llama().config))
-
-
-def test_the_tables_and_counts_that_are_made_right_are_seen():
-    """Llama 4's count is what the trial must see, and let pass."""
-    model = make_model("Llama4")
-    assert {count.name for count in try_model(model).counts} == {"model.layers.1.self_attn"}
-    check_model(model)
-
-
-@pytest.mark.parametrize("tower", ["vision_tower", "vision_encoder", "audio_tower"])
-def test_what_reads_images_may_count(tower):
-    model = tiny_llama()
-    setattr(model.model, tower, Helped())
-    check_model(model)
 
 
 def test_positions_behind_a_padding_index_are_refused():

@@ -1,46 +1,41 @@
 """bfloat16: losses under autocast stay close to those of the plain Trainer in it, and the sequence
 context reaches attention as itself through the casts of FSDP2."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AttentionInterface, Trainer
+from transformers import AttentionInterface
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from tests.hf.test_trainer import dataset, logged
+from tests.differential.case import Case
+from tests.differential.runs import both
+from tests.hf.plain import dataset
 from tests.hf.tiny import tiny_llama
-from tests.hf.trainers import trainer_of
-from tests.ranks import run_cases, run_ranks
+from tests.hf.trainers import assert_logged_alike
+from tests.ranks import run_cases
 
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.processes
 
 
-def bf16_run(rank, world_size, folder):
-    """The log of the plain Trainer on one rank, and of ours on several."""
-    model = tiny_llama(torch.float32)
-    data = {"train_dataset": dataset(), "eval_dataset": dataset(8)}
-    settings = {"batch": 4 // world_size, "max_steps": 4, "bf16": True, "learning_rate": 0.1}
-    flexseq = {} if world_size > 1 else None
-    trainer = trainer_of(Trainer, folder, flexseq=flexseq, model=model, **data, **settings)
-    if world_size > 1:
-        trainer.evaluate()  # wraps the model for autocast, and must leave no trace of it
-    trainer.train()
-    assert next(model.parameters()).dtype == torch.float32
-    return trainer.state.log_history
-
-
 def test_bf16_follows_the_plain_trainer(tmp_path):
-    logs = run_ranks(bf16_run, 2, tmp_path)
-    wanted = bf16_run(0, 1, tmp_path)
-    for log in logs:
-        assert logged(log, "loss") == pytest.approx(logged(wanted, "loss"), rel=3e-3)
-        assert logged(log, "grad_norm") == pytest.approx(logged(wanted, "grad_norm"), rel=2e-2)
+    """After an evaluation, which wraps the model for autocast, and must leave no trace of it."""
+    case = Case(
+        model=partial(tiny_llama, torch.float32),
+        settings={"max_steps": 4, "bf16": True, "learning_rate": 0.1},
+        prepare=lambda trainer: trainer.evaluate(dataset(8)),
+    )
+    for _, stock, by_rank in both({"bf16": case}, tmp_path):
+        for ours in by_rank:
+            assert_logged_alike(stock, ours, ["loss"], rel=3e-3)
+            assert_logged_alike(stock, ours, ["grad_norm"], rel=2e-2)
 
 
 # ---- FSDP2

@@ -4,12 +4,9 @@ All families are probed by `test_every_model.py`, with `-m nightly`."""
 import pytest
 import torch
 import transformers
-from transformers.models.bamba import modeling_bamba
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 import hf_flexseq.hf.model.attention as hf_attention
 from hf_flexseq.base.layers import Reach
-from hf_flexseq.hf.model import recurrent
 from hf_flexseq.hf.model.probe import SEQUENCES, SHARED, probe_model
 from tests.budget import others_slow
 from tests.hf.hybrids import HYBRIDS
@@ -91,21 +88,6 @@ def test_wrong_attention_is_seen(name, planted, is_seen_by_changes, monkeypatch)
     assert any("otherwise than in one process" in line for line in wrong) == is_seen_by_changes
 
 
-def test_the_error_of_a_rank_ends_the_others(monkeypatch):
-    read_call = hf_attention.read_call
-    calls = []
-
-    def fail_once(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise ValueError("the third call of a layer")
-        return read_call(*args)
-
-    monkeypatch.setattr(hf_attention, "read_call", fail_once)
-    with pytest.raises(ValueError, match="the third call of a layer"):
-        found(tiny("Llama"))
-
-
 @pytest.mark.parametrize("name", ["Llama4", "Phi3"])
 def test_positions_counted_from_the_row_are_seen(name):
     """Llama 4 scales by a count, longrope chooses by the longest position."""
@@ -113,67 +95,6 @@ def test_positions_counted_from_the_row_are_seen(name):
 
 
 # ---- recurrent layers
-
-
-def by_parts(compute, rows, lengths_of):
-    """What goes through parts of the rows, each from nothing, in place of a function of rows and a
-    context.
-
-    compute: of rows [1, tokens, ...] each. rows: how many arguments are rows. lengths_of: tokens
-    of the parts, from the context.
-    """
-
-    def planted(*given, **options):
-        *others, context = given[rows:]
-        parts = zip(*(x.split(lengths_of(context)) for x in given[:rows]), strict=True)
-        outs = [compute(*(x.unsqueeze(0) for x in part), *others, **options) for part in parts]
-        return torch.cat([out.squeeze(0) for out in outs])
-
-    return planted
-
-
-def gated_delta(*tensors, l2norm):
-    scan = modeling_qwen3_next.torch_chunk_gated_delta_rule
-    return scan(*tensors, use_qk_l2norm_in_kernel=l2norm)[0]
-
-
-def convolution(x, weight, bias):
-    """Rows x [1, tokens, channels] -> [1, tokens, channels]."""
-    return modeling_bamba.causal_conv1d_fn(x.transpose(1, 2), weight, bias).transpose(1, 2)
-
-
-def segments_of(context):
-    """Tokens of each segment: a state, or a halo, is lost where a segment goes on elsewhere."""
-    return context.programs.parts.segments().lengths
-
-
-def row_of(context):
-    """Tokens of the row: a state, or a halo, goes on into the next document."""
-    return [context.tokens]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])
-@pytest.mark.parametrize(
-    ("lengths_of", "change", "said"),
-    [
-        # the last token before a border of ranks, and that of a document
-        (segments_of, (0, 5), "do not change"),
-        (row_of, (2, SEQUENCES[2] - 1), "outputs of sequence 3 change"),
-    ],
-)
-def test_a_wrong_state_or_halo_is_seen(name, lengths_of, change, said, monkeypatch):
-    """By outputs, and by changes: the state is lost at the border of a rank, or leaks from the
-    last token of a document into the next."""
-    if name == "Lfm2":
-        planted = by_parts(convolution, 1, lengths_of)
-        monkeypatch.setattr(recurrent, "causal_convolution", planted)
-    else:
-        planted = by_parts(gated_delta, 5, lengths_of)
-        monkeypatch.setitem(recurrent.DELTA_RULES, "gated_delta", planted)
-    wrong = found(tiny(name), changes=(change,))
-    assert any("differ by up to" in line for line in wrong)
-    assert any(said in line for line in wrong), wrong
 
 
 def test_parameters_whose_gradient_is_lost_are_seen():

@@ -15,15 +15,21 @@ from trl import SFTTrainer
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.hf.model.adapters import unsuitable_prompt
-from hf_flexseq.steps.embedding_noise import SIZES, NoiseColumns
-from hf_flexseq.steps.source_row import SourceRow
-from hf_flexseq.steps.virtual_tokens import NUMBERS, real_tokens, with_virtual_tokens
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import both
-from tests.hf.random_steps import attached, errors, own_batches, random_steps, worst_of
+from tests.hf.plain import float64_loss, padded
 from tests.hf.test_exactness import LENGTHS
-from tests.hf.test_trainer import float64_loss, padded
-from tests.hf.tiny import documents, refused, tiny_arguments, tiny_llama
+from tests.hf.tiny import (
+    attached,
+    documents,
+    errors,
+    own_batches,
+    random_steps,
+    refused,
+    tiny_arguments,
+    tiny_llama,
+    worst_of,
+)
 from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart
 from tests.ranks import run_cases
 
@@ -53,40 +59,6 @@ def whole_documents(lengths):
     for example in examples[::2]:
         example["labels"] = list(example["input_ids"])
     return examples
-
-
-# ---- rows
-
-
-def row_of(*first_labels, **others):
-    """A row of a sequence of three tokens and one of one, with targets for all tokens."""
-    columns = {
-        "input_ids": torch.tensor([7, 8, 9, 5]),
-        "labels": torch.tensor([8, 9, -100, -100]),
-        "position_ids": torch.tensor([0, 1, 2, 0]),
-        **others,
-    }
-    return SourceRow(columns=columns, lengths=(3, 1), first_labels=first_labels)
-
-
-def test_virtual_tokens_stand_in_front_of_each_sequence():
-    row = with_virtual_tokens(row_of(7, -100), 2)
-    found = {name: value.tolist() for name, value in row.columns.items()}
-    assert found == {
-        "input_ids": [0, 0, 7, 8, 9, 0, 0, 5],
-        "labels": [-100, 7, 8, 9, -100, -100, -100, -100],
-        "position_ids": [0, 1, 2, 3, 4, 0, 1, 2],
-        NUMBERS: [1, 2, 0, 0, 0, 1, 2, 0],
-    }
-    assert (row.lengths, row.targets, row.uncounted_targets) == ((5, 3), [3, 0], 1)
-    assert real_tokens(row)["input_ids"].tolist() == [7, 8, 9, 5]
-    assert with_virtual_tokens(SourceRow(columns={}, lengths=()), 2).lengths == ()
-    with pytest.raises(ValueError, match="examples have token_type_ids, of which virtual tokens"):
-        with_virtual_tokens(row_of(token_type_ids=torch.zeros(4)), 2)
-    # the size of noise is that of a sequence without them
-    with_noise = NoiseColumns(3.0, 0).of(row, 0)
-    without = NoiseColumns(3.0, 0).of(row_of(), 0)
-    assert torch.equal(real_tokens(with_noise)[SIZES], without.columns[SIZES])
 
 
 # ---- gradients

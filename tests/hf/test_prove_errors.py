@@ -10,7 +10,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.model import experts, layer_memory, router
 from hf_flexseq.hf.model.probe import lively_copy
 from hf_flexseq.hf.model.small import small_model
-from hf_flexseq.memory import store, tiles
+from hf_flexseq.memory import tiles
 from hf_flexseq.prove import command, trained
 from hf_flexseq.steps import features, images
 from hf_flexseq.steps.feature_form import FeatureForm
@@ -38,35 +38,6 @@ def of_next_image(patch, rank):
     patch.setattr(images, "image_rows", wrong)
 
 
-def of_another_sequence(patch, rank):
-    """A sequence has the images of another one."""
-    number = images.image_rows
-
-    def wrong(ids, own, numbers, of_all):
-        return number(ids, own, [*numbers[1:], *numbers[:1]], of_all)
-
-    patch.setattr(images, "image_rows", wrong)
-
-
-def scaled_by_ranks(patch, rank):
-    """The gradients of features are added up over ranks twice."""
-    gradients = features.StepImages.gradients
-    patch.setattr(features.StepImages, "gradients", lambda *given: 2 * gradients(*given))
-
-
-def lost_without_images(patch, rank):
-    """The tower gets no gradients from tokens on ranks that encode no image."""
-    gradients = features.StepImages.gradients
-
-    def wrong(step, index, gradient):
-        if rank not in step.plan.placement.owners:
-            step._leaves.clear()
-            gradient = 0 * gradient
-        return gradients(step, index, gradient)
-
-    patch.setattr(features.StepImages, "gradients", wrong)
-
-
 def restarted_positions(patch, rank):
     """Positions in time, height and width begin anew inside of a sequence."""
     columns = features.image_columns
@@ -74,19 +45,6 @@ def restarted_positions(patch, rank):
     def wrong(*given):
         made = columns(*given)
         return {**made, images.GRID_POSITIONS: made[images.GRID_POSITIONS] % 16}
-
-    patch.setattr(features, "image_columns", wrong)
-
-
-def positions_of_text(patch, rank):
-    """Positions count tokens, in images as well."""
-    columns = features.image_columns
-
-    def wrong(given, *others):
-        made = columns(given, *others)
-        axes = made[images.GRID_POSITIONS].shape[1]
-        counted = given["position_ids"].unsqueeze(1).expand(-1, axes)
-        return {**made, images.GRID_POSITIONS: counted}
 
     patch.setattr(features, "image_columns", wrong)
 
@@ -128,38 +86,6 @@ def last_tile_dropped(patch, rank):
         return [*pieces[:-1], 0 * pieces[-1]] if len(pieces) > 1 else pieces
 
     patch.setattr(tiles, "_pieces", wrong)
-
-
-def input_of_another_layer(patch, rank):
-    """The host gives back what another layer has put."""
-    take, put = store.HostTensor.take, store.HostStore.put
-    former = []
-
-    def noting(self, tensor):
-        former.append(tensor.detach().clone())
-        return put(self, tensor)
-
-    def wrong(self):
-        taken = take(self)
-        return next(one for one in former if one.shape == taken.shape)
-
-    patch.setattr(store.HostStore, "put", noting)
-    patch.setattr(store.HostTensor, "take", wrong)
-
-
-def run_again_on_something_else(patch, rank):
-    """A layer that runs again in the backward is given another input there."""
-    run = layer_memory.checkpoint
-
-    def wrong(function, *args, **options):
-        factors = iter((1.0, 1.1))
-
-        def computed(hidden, *others):
-            return function(next(factors) * hidden, *others)
-
-        return run(computed, *args, **options)
-
-    patch.setattr(layer_memory, "checkpoint", wrong)
 
 
 def choices_ignored(patch, rank):
@@ -204,15 +130,9 @@ MOE_LAYERS = 4
 SHARDED, SPREAD = "auto, FSDP2", "auto, experts over ranks"
 ERRORS = {
     of_next_image: (VISION, ONE_IMAGE),
-    of_another_sequence: (VISION, IMAGES),
-    scaled_by_ranks: (VISION, IMAGES),
-    lost_without_images: (VISION, ONE_IMAGE),
     restarted_positions: (VISION, IMAGES),
-    positions_of_text: (VISION, IMAGES),
     layers_without_features: (VISION, IMAGES),
     last_tile_dropped: (VISION, MEMORY),
-    input_of_another_layer: (VISION, MEMORY),
-    run_again_on_something_else: (VISION, MEMORY),
     choices_ignored: (VISION, MEMORY),
     mean_of_means: (EXPERTS, ROUTER),
     experts_divided_twice: (EXPERTS, SPREAD),

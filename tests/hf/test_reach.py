@@ -148,6 +148,7 @@ TRIED = (
     *("Llama", "Mistral with a window", "Gemma2", "Gemma4 with shared keys", "GptOss", "Llama4"),
     *("DeepseekV3", "MiMoV2Flash", "LongcatFlash", "Granite", "OPT", "Gemma3n", "Dory"),
 )
+COEFFICIENT = 0.5  # of router losses
 
 
 def make_model(family, **others):
@@ -159,6 +160,12 @@ def make_model(family, **others):
     config = kind.config_class(**{**SIZES, **FAMILIES[family], **others})
     model = kind._from_config(config, dtype=torch.float64, experts_implementation="eager")
     return model.to(torch.float64).train()  # some routers' weights are in float32
+
+
+def mixture(family="Mixtral", **others):
+    """A tiny mixture of experts that asks for its router loss."""
+    options = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    return make_model(family, **{**options, **others})
 
 
 @pytest.fixture

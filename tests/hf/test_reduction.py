@@ -5,26 +5,26 @@ import math
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_flexseq import FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.reduction import instead_of_ddp
-from tests.hf.ordered_gloo import ordered_gloo
-from tests.hf.random_steps import own_batches, sharded, whole
-from tests.hf.test_checks import make_trainer
+from tests.hf.plain import ordered_gloo
 from tests.hf.test_exactness import LENGTHS
-from tests.hf.test_trainer import OPTIONS
 from tests.hf.tiny import (
     RandomPlanEngine,
     documents,
+    own_batches,
     reference_gradients,
     relative_errors,
+    sharded,
     tiny_llama,
+    whole,
 )
 from tests.plans import ends_apart
 from tests.ranks import run_cases, run_ranks
@@ -204,25 +204,6 @@ def test_frozen_and_unfrozen_parameters_have_the_gradients_of_one_process():
 # ---- refused, or in lockstep
 
 
-def hooked(**options):
-    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
-    engine = RandomPlanEngine(Accelerator(cpu=True, kwargs_handlers=[hook]), seed=0, **options)
-    engine.attach(tiny_llama())
-    return engine.planning.lockstep
-
-
-def hooks_of_accelerate(rank, world_size):
-    with ordered_gloo():
-        with pytest.raises(ValueError, match="sync='free' needs one place.*use sync='auto'"):
-            hooked(sync="free")
-        in_order = hooked()
-    return in_order, hooked(sync="free")
-
-
-def test_a_communication_hook_takes_lockstep_where_transfers_are_in_order():
-    assert run_ranks(hooks_of_accelerate, 2) == [(True, False)] * 2
-
-
 def late_hook(rank, world_size):
     """The gradients in lockstep, where a hook of one's own is not refused."""
     for sync in ("auto", "lockstep"):
@@ -254,19 +235,27 @@ def test_a_hook_of_ones_own_is_refused_in_free_and_called_in_lockstep():
         assert max(relative_errors(found, wanted).values()) < 1e-10
 
 
-def zero_1(rank, world_size, folder):
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    zero = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
-    with ordered_gloo():
-        with pytest.raises(ValueError, match="sync='free' needs one place.*DeepSpeed"):
-            make_trainer(folder, sync="free", deepspeed=zero)
-        trainer = make_trainer(folder, deepspeed=zero, **OPTIONS)
-        with trainer.flexseq.attached(trainer.model):
-            return trainer.flexseq.planning.lockstep
+# ---- buckets of small models
 
 
-def test_zero_1_takes_lockstep_where_transfers_are_in_order(tmp_path):
-    pytest.importorskip("deepspeed")
-    assert run_ranks(zero_1, 2, tmp_path) == [True, True]
+MIB = 2**20
+
+
+def bucket_mib(rank, world_size, chosen):
+    """Of a model of 16 MiB and some as accelerate wraps it, and of the handler afterwards."""
+    handlers = [] if chosen is None else [DistributedDataParallelKwargs(bucket_cap_mb=chosen)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+    model = tiny_llama(torch.float32, vocab_size=2**16)
+    assert round(sum(p.numel() * 4 for p in model.parameters()) / MIB) == 16
+    engine = FlexSeqEngine(accelerator, FlexSeqArguments(cost_model="estimate"))
+    engine.attach(model)
+    found = accelerator.prepare(model).bucket_bytes_cap / MIB
+    engine.detach()
+    return found, accelerator.ddp_handler and accelerator.ddp_handler.bucket_cap_mb
+
+
+@pytest.mark.processes
+def test_a_small_model_has_several_buckets_unless_the_user_chose():
+    chosen = (None, 25, 7)
+    by_case = run_cases(bucket_mib, 2, [(size,) for size in chosen])
+    assert by_case == [[(3, None)] * 2, [(3, 25)] * 2, [(7, 7)] * 2]

@@ -7,15 +7,12 @@ from functools import partial
 import pytest
 from accelerate import Accelerator
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
-from transformers import Trainer
 
-from hf_flexseq import FlexSeqArguments, FlexSeqCallback
 from tests.differential.case import Case
 from tests.differential.runs import run, stock_run
 from tests.hf.test_checks import make_trainer
-from tests.hf.test_trainer import OPTIONS
 from tests.hf.tiny import RandomPlanEngine, batches, refused, tiny_llama
-from tests.hf.trainers import trained, trainer_of, weights_apart
+from tests.hf.trainers import weights_apart
 from tests.ranks import run_cases
 
 LINE = "use_reentrant=True: layers of LlamaForCausalLM are checkpointed with use_reentrant=False"
@@ -45,21 +42,18 @@ REENTRANT = {
 CASE = Case(settings=REENTRANT, flexseq={"planner": "static", "sp_degree": 2})
 
 
+BY_CALLBACK = Case(settings=REENTRANT | {"callback": True})
+
+
 def run_ours(rank, world_size, case, folder):
-    """A run of ours by the callback; by the mixin with a case."""
     with without_reentrant():
-        if case is not None:
-            return run(rank, world_size, case, folder)
-        trainer = trainer_of(Trainer, folder, **REENTRANT)
-        options = FlexSeqArguments(**{**OPTIONS, "lookahead": 0})
-        trainer.add_callback(FlexSeqCallback(trainer, options))
-        return trained(trainer)
+        return run(rank, world_size, case, folder)
 
 
 @pytest.mark.processes
 def test_steps_are_those_of_the_plain_trainer(tmp_path):
     stock = stock_run(CASE, tmp_path)
-    for of_ranks in run_cases(run_ours, 2, [(CASE, tmp_path), (None, tmp_path)]):
+    for of_ranks in run_cases(run_ours, 2, [(CASE, tmp_path), (BY_CALLBACK, tmp_path)]):
         for found in of_ranks:
             assert weights_apart(stock, found) < 1e-6
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 
-import deepspeed
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -14,9 +13,9 @@ from transformers import TrainerCallback
 from hf_flexseq.checkpoints import files
 from hf_flexseq.checkpoints.manifest import is_torn
 from hf_flexseq.hf.engine import cost_source
-from tests.hf.test_sharding import ZERO
-from tests.hf.test_trainer import flexseq_trainer, logged
+from tests.hf.plain import flexseq_trainer, logged
 from tests.hf.tiny import documents, tiny_llama
+from tests.hf.trainers import zero
 from tests.ranks import run_ranks
 from tests.versions import reads_optimizer_on_cpus
 
@@ -27,7 +26,7 @@ KILLED_AT = 5
 TORN_AT = 4  # saves come every 2 steps
 OPTIONS = {
     "ddp": {},
-    "zero3": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}},
+    "zero3": {},
     "pipeline": {"pipeline_parallel_size": 2},
 }
 
@@ -60,7 +59,7 @@ def kill_within(module, name):
 def losses(rank, world_size, folder, kind, killed, resume, batch=1, rows=9, **options):
     """Of every step. killed: "at a step" or "while saving"; None for not at all."""
     if kind == "zero3":
-        deepspeed.init_distributed("gloo")
+        options["deepspeed"] = zero(3)
     if killed == "while saving" and kind == "pipeline" and rank == 1:
         kill_within(files, "save_file")
     if killed == "while saving" and kind == "ddp" and rank == 0:

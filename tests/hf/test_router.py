@@ -14,27 +14,30 @@ from transformers import Trainer
 from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments
-from hf_flexseq.hf.model.router import PROBABILITIES, RouterLoss, RouterSums, router_facts
+from hf_flexseq.hf.model.router import PROBABILITIES
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case
-from tests.hf.random_steps import attached, errors, own_batches, random_steps, sharded, worst_of
-from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.plain import dataset, logged
+from tests.hf.test_reach import COEFFICIENT, keep_float64, mixture
 from tests.hf.test_shared_prefixes import conversations, long_pairs, spared
-from tests.hf.test_trainer import dataset, logged
-from tests.hf.tiny import RandomPlanEngine, documents, reference_loss, refused, taken_gradients
+from tests.hf.tiny import (
+    RandomPlanEngine,
+    attached,
+    documents,
+    errors,
+    own_batches,
+    random_steps,
+    reference_loss,
+    refused,
+    sharded,
+    taken_gradients,
+    worst_of,
+)
 from tests.hf.trainers import OwnLoss, assert_logged_alike, trained, trainer_of, weights_apart
 from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 1, 40, 11, 2, 13, 23]
-COEFFICIENT = 0.5
-
-
-def mixture(family="Mixtral", **others):
-    """A tiny mixture of experts that asks for its router loss."""
-    options = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
-    return make_model(family, **{**options, **others})
 
 
 def router_loss_of(model, examples):
@@ -52,24 +55,19 @@ def router_loss_of(model, examples):
     return experts * (fractions * probabilities.mean(dim=0)).sum()
 
 
-_references = {}
+_references = {}  # of examples that were there before
 
 
 def reference(family, examples):
-    """Loss and gradients of one process, with the step as one batch; those of examples that were
-    there before are known."""
+    """Loss and gradients of one process, with the step as one batch."""
     key = (family, str(examples))
     if key not in _references:
-        _references[key] = _reference(family, examples)
+        model = mixture(family)
+        model.set_attn_implementation("eager")
+        loss = reference_loss(model, examples) + COEFFICIENT * router_loss_of(model, examples)
+        loss.backward()
+        _references[key] = float(loss.detach()), taken_gradients(model)
     return _references[key]
-
-
-def _reference(family, examples):
-    model = mixture(family)
-    model.set_attn_implementation("eager")
-    loss = reference_loss(model, examples) + COEFFICIENT * router_loss_of(model, examples)
-    loss.backward()
-    return float(loss.detach()), taken_gradients(model)
 
 
 def errors_under_random_plans(rank, world_size, family, sharding, plans, examples=None):
@@ -137,13 +135,11 @@ def likeliest(logits, labels):
 def make(kind, ours, folder, batch, accumulation=1):
     """A trainer of two steps of eight documents or pairs."""
     if kind == "dpo":
-        options = {"batch": batch, "accumulation": accumulation, "steps": 2}
-        case = Case(kind="dpo", settings={"learning_rate": 0.1}, evaluates=True, **options)
+        options = {"batch": batch, "accumulation": accumulation, "steps": 2, "evaluates": True}
+        options["flexseq"] = {"max_tokens_per_rank": 120}
+        case = Case(kind="dpo", settings={"learning_rate": 0.1}, **options)
         models = {name: mixture(output_router_logits=False) for name in ("model", "ref_model")}
         given = {"train_dataset": long_pairs(16), "eval_dataset": None, **models}
-        if ours:
-            options = {**objectives.OPTIONS, "max_tokens_per_rank": 120}
-            given["flexseq_args"] = FlexSeqArguments(**options)
         return objectives.make_trainer(case, ours, folder, **given)
     data = {"train_dataset": dataset(16), "eval_dataset": dataset(8)}
     settings = {"learning_rate": 0.1, "max_steps": 2, "model": mixture()}
@@ -224,15 +220,6 @@ def test_both_passes_draw_the_same_random_numbers():
 # ---- what a model's router loss is
 
 
-@pytest.mark.parametrize(
-    "family", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "JetMoe"]
-)
-def test_a_family_has_the_loss_that_is_computed(family):
-    facts = router_facts(mixture(family, **({"aux_loss_coef": 0.5} if family == "JetMoe" else {})))
-    assert facts.top_k == 2
-    assert facts.coefficient == COEFFICIENT
-
-
 def test_another_function_is_refused(tmp_path, monkeypatch):
     own = modeling_mixtral.load_balancing_loss_func
     monkeypatch.setattr(
@@ -247,12 +234,3 @@ def test_another_function_is_refused(tmp_path, monkeypatch):
 def test_a_pipeline_is_refused(tmp_path):
     with refused("output_router_logits=True with pipeline_parallel_size"):
         trainer_of(Trainer, tmp_path, flexseq={"pipeline_parallel_size": 2}, model=mixture())
-
-
-def test_nothing_is_left_on_the_model():
-    model = mixture()
-    own = (len(model._forward_pre_hooks), len(model.model._forward_hooks))
-    RouterLoss(model, model).detach()
-    for hook in RouterSums(model).hooks:
-        hook.remove()
-    assert (len(model._forward_pre_hooks), len(model.model._forward_hooks)) == own

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 from transformers import Trainer
 
 from hf_flexseq import FlexSeqTrainer
@@ -19,9 +18,8 @@ from hf_flexseq.hf.engine.cost_choice import CostSubject
 from hf_flexseq.hf.trainer import whole_checkpoints
 from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
 from hf_flexseq.memory import device
-from tests.hf.test_trainer import flexseq_trainer, logged
+from tests.hf.plain import flexseq_trainer, logged
 from tests.hf.tiny import documents
-from tests.ranks import run_cases
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(24)]
 
@@ -67,21 +65,6 @@ def told_of_files(caplog):
 # ---- what is written
 
 
-class SavesItsState(FlexSeqTrainer):
-    """Writes the state into the output folder with every checkpoint, before the optimizer."""
-
-    def _save(self, *args, **kwargs):
-        super()._save(*args, **kwargs)
-        self.save_state()
-
-
-@pytest.mark.slow
-def test_a_state_that_is_written_elsewhere_does_not_end_the_checkpoint(tmp_path):
-    make_trainer(tmp_path, SavesItsState, max_steps=2).train()
-    files = json.loads((tmp_path / "checkpoint-2" / MANIFEST).read_text())["files"]
-    assert "optimizer.pt" in files
-
-
 def test_the_marker_is_the_first_file_and_the_manifest_the_last(tmp_path, monkeypatch):
     seen = []
     folder = tmp_path / "checkpoint-2"
@@ -120,14 +103,6 @@ def test_no_callback_of_ours_stands_among_the_users(tmp_path):
     assert ours == stock
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_the_model_alone_is_whole_too(tmp_path):
-    losses_of(tmp_path, save_only_model=True)
-    kept = sorted(tmp_path.glob("checkpoint-*"))
-    assert [folder.name for folder in kept] == ["checkpoint-2", "checkpoint-4"]
-    assert all(inspect(folder).problem is None for folder in kept)
-
-
 def test_a_whole_checkpoint_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     """Also where only one is to be kept."""
     trainer = make_trainer(tmp_path, save_total_limit=1)
@@ -143,18 +118,6 @@ def test_a_whole_checkpoint_stays_until_the_next_one_is_whole(tmp_path, monkeypa
         trainer.train()
     assert inspect(tmp_path / "checkpoint-2").problem is None
     assert is_torn(tmp_path / "checkpoint-4")
-
-
-@pytest.mark.slow
-def test_torn_checkpoints_are_removed_before_whole_ones(saved, caplog):
-    """The Trainer's own rotation would keep the torn one, whose step is the highest."""
-    shutil.move(saved / "checkpoint-4", saved / "checkpoint-9")
-    tear(saved / "checkpoint-9")
-    losses_of(saved, resume=True, save_total_limit=1)
-    (kept,) = saved.glob("checkpoint-*")
-    assert kept.name == "checkpoint-4"
-    assert inspect(kept).problem is None
-    assert "checkpoint-9 is removed: saving was interrupted" in caplog.text
 
 
 # ---- what is resumed
@@ -309,67 +272,3 @@ def test_where_the_run_differs_one_warning_says_in_what(tmp_path, estimated, cap
         (warning,) = told_of_files(caplog)
         assert re.search(told, warning), change
         assert len(warning) < 300
-
-
-@pytest.mark.slow
-def test_a_run_that_offloads_takes_no_cost_model_of_one_that_did_not(tmp_path, estimated, caplog):
-    options = {"cost_model": "auto", "gradient_checkpointing": True}
-    losses_of(tmp_path, max_steps=2, **options)
-    offload = {"use_reentrant": False, "offload": True}
-    options |= {"gradient_checkpointing_kwargs": offload}
-    trainer = make_trainer(tmp_path, max_steps=3, **options)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    (warning,) = told_of_files(caplog)
-    assert "this run differs in activations" in warning
-    activations = trainer.flexseq.cost.activations
-    assert activations.as_set.uses_host
-
-
-@pytest.mark.slow
-def test_a_named_cost_model_that_stayed_the_same_gives_no_warning(tmp_path, caplog):
-    named = {"cost_model": "flexsp-gpt-7b-a100"}
-    losses_of(tmp_path, max_steps=2, **named)
-    losses_of(tmp_path, resume=True, max_steps=3, **named)
-    assert not told_of_files(caplog)
-
-
-@pytest.mark.slow
-def test_a_cost_model_of_another_version_is_not_used_and_not_fatal(tmp_path, estimated, caplog):
-    losses_of(tmp_path, cost_model="auto", max_steps=2)
-    folder = tmp_path / "checkpoint-2"
-    marker = json.loads((folder / MARKER).read_text())
-    marker["cost_model"]["record"]["new_constant"] = 1.0
-    text = json.dumps(marker)
-    (folder / MARKER).write_text(text)
-    sizes = json.loads((folder / MANIFEST).read_text())
-    sizes["files"][MARKER] = len(text)
-    (folder / MANIFEST).write_text(json.dumps(sizes))
-    losses_of(tmp_path, resume=str(folder), cost_model="auto", max_steps=3)
-    told = told_of_files(caplog)
-    assert any("checkpoint-2 is not used: not a cost model: unknown keys" in one for one in told)
-    assert len(estimated) == 2
-
-
-class MeetsAfterSaving(FlexSeqTrainer):
-    """All ranks meet when the Trainer's own method has saved."""
-
-    def _save_checkpoint(self, *args, **kwargs):
-        super()._save_checkpoint(*args, **kwargs)
-        torch.distributed.barrier()
-
-
-def saved_and_met(rank, world_size, folder, save_only_model):
-    """The Trainer itself lets ranks meet in its method, since an evaluation has found a best
-    step."""
-    options = {"save_only_model": save_only_model, "max_steps": 2}
-    best = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
-    data = documents(LENGTHS[:4])
-    make_trainer(folder, kind=MeetsAfterSaving, eval_dataset=data, **options, **best).train()
-
-
-@pytest.mark.processes
-def test_ranks_may_meet_in_the_trainers_own_method_and_after_it(tmp_path):
-    cases = [(tmp_path / str(alone), alone) for alone in (False, True)]
-    run_cases(saved_and_met, 2, cases, seconds=60)
-    for folder, _ in cases:
-        assert inspect(folder / "checkpoint-2").problem is None

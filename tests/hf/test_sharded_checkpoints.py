@@ -8,11 +8,9 @@ import random
 import re
 import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
@@ -25,18 +23,16 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin, FlexSeqTrainer
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback
 from hf_flexseq.checkpoints import optimizer
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER, inspect, is_torn
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.trainer import checkpoint_forms, whole_checkpoints
 from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from tests.hf import experts
-from tests.hf.test_trainer import flexseq_trainer, logged, training_arguments, update_error
+from tests.hf.plain import flexseq_trainer, logged, training_arguments, update_error
 from tests.hf.tiny import SIZES, documents, refused
 from tests.ranks import run_cases, run_ranks
 
@@ -158,43 +154,19 @@ def error_of(model, wanted, found):
 # ---- killed while it saves
 
 
-def kill_in(module, name, after=False):
-    """Let this process be killed when the second checkpoint comes to `module.name`; after: when
-    half of the file is written."""
-    function = getattr(module, name)
+def killed_run(rank, ranks, models, folder, layout):
+    """A run of which rank 1 is killed when the second checkpoint's state is half written."""
+    if rank == 1:
+        write = optimizer._write_part
 
-    def killed(path, *args, **kwargs):
-        if f"checkpoint-{STEPS}" in str(path):
-            if after:
-                function(path, *args, **kwargs)
+        def killed(path, *args, **kwargs):
+            write(path, *args, **kwargs)
+            if f"checkpoint-{STEPS}" in str(path):
                 os.truncate(path, 100)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(path, *args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(module, name, killed)
-
-
-# Phase: rank, module, function of a path.
-KILLS = {
-    "before the state": (0, optimizer, "clear"),
-    "inside a file of the state": (1, optimizer, "_write_part", True),
-    "before the index of the state": (0, optimizer, "write_index"),
-    "before the manifest": (0, whole_checkpoints, "finish"),
-}
-
-
-def killed_run(rank, ranks, models, folder, layout, phase, resume):
-    """A run that is killed when it saves for the second time."""
-    victim, *where = KILLS[phase]
-    if rank == victim:
-        kill_in(*where)
-    return trained(rank, ranks, models, folder, "experts", layout, resume)
-
-
-def assert_killed(ranks, *args):
-    with pytest.raises(AssertionError, match="the process died"):
-        run_ranks(killed_run, ranks, *args, seconds=120)
-    assert is_torn(args[1] / f"checkpoint-{STEPS}")
+        optimizer._write_part = killed
+    return trained(rank, ranks, models, folder, "experts", layout)
 
 
 # ---- resuming
@@ -210,7 +182,9 @@ def four(models, tmp_path_factory):
     """On four ranks: a folder with the checkpoint of a run that was killed as it saved the next
     one, a whole run, and one that goes on after the kill."""
     folder = tmp_path_factory.mktemp("four")
-    assert_killed(4, models, folder / "killed", EP4, "inside a file of the state", None)
+    with pytest.raises(AssertionError, match="the process died"):
+        run_ranks(killed_run, 4, models, folder / "killed", EP4, seconds=120)
+    assert is_torn(folder / "killed" / f"checkpoint-{STEPS}")
     shutil.copytree(folder / "killed" / FIRST, folder / FIRST)
     cases = [
         (models, folder / "whole", "experts", EP4),
@@ -313,16 +287,6 @@ def test_a_layout_goes_on_from_itself_and_from_others(models, four, tmp_path, ra
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_killed_in_any_phase_of_saving_it_goes_on(models, four, two, tmp_path):
-    shutil.copytree(four[0] / FIRST, tmp_path / FIRST)
-    for phase in KILLS:
-        assert_killed(2, models, tmp_path, EP2, phase, True)
-    again = run_ranks(trained, 2, models, tmp_path, "experts", EP2, True)
-    assert_same_bits(two[0], again)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
 def test_adapters_on_a_sharded_model_go_on(models, tmp_path):
     first = {ranks: str(tmp_path / str(ranks) / FIRST) for ranks in (1, 2)}
     # AdamW makes much of the rounding of a gradient that is smaller than its epsilon
@@ -341,45 +305,12 @@ def test_adapters_on_a_sharded_model_go_on(models, tmp_path):
         assert error_of(before, whole_run[0], other) < 1e-6
 
 
-def best(rank, ranks, models, folder):
-    """Trained with a rate at which it gets worse. The losses of evaluations, and after the best
-    model is loaded, and its checkpoint."""
-    options = {"learning_rate": 10.0, "load_best_model_at_end": True, "max_steps": 3}
-    for what in ("eval", "save"):
-        options |= {f"{what}_strategy": "steps", f"{what}_steps": 1}
-    model = loaded(models / "experts", "experts", EP2)
-    data = documents([5, 9, 13, 8])
-    trainer = trainer_of(model, folder, ranks, eval_dataset=data, **options)
-    trainer.train()
-    losses = logged(trainer.state.log_history, "eval_loss")
-    return losses, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_the_best_model_is_loaded_at_the_end(models, tmp_path):
-    for losses, again, checkpoint in run_ranks(best, 2, models, tmp_path):
-        assert min(losses) < max(losses)
-        assert again == pytest.approx(min(losses), rel=1e-6)
-        assert checkpoint.endswith(f"checkpoint-{1 + losses.index(min(losses))}")
-
-
 # ---- the constructor
-
-
-class PlannedSFT(FlexSeqMixin, SFTTrainer):
-    pass
 
 
 class SavesOtherwise(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
-
-
-class SavesWithMore(FlexSeqTrainer):
-    def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
-        self.told = output_dir
 
 
 def constructed(rank, ranks, models, folder):
@@ -388,36 +319,19 @@ def constructed(rank, ranks, models, folder):
     options = {"max_steps": 1, "save_steps": 1}
     only = trainer_of(model, folder / "only", ranks, save_only_model=True, **options)
     only.train()
-    assert only.args.save_only_model
     assert not (folder / "only" / "checkpoint-1" / FOLDER).exists()
-    more = trainer_of(model, folder / "more", ranks, kind=SavesWithMore, **options)
-    more.train()
-    assert more.told == str(folder / "more" / "checkpoint-1")
     with refused("save_on_each_node=True with a model that Distri.*: all ranks", ValueError):
         trainer_of(model, folder, ranks, save_on_each_node=True)
 
-    # TRL makes arguments of its own
-    args = training_arguments(
-        TrainingArguments, folder, batch=1, accumulation=1, save_strategy="steps"
-    )
-    data = Dataset.from_list(documents([5, 9]))
+    # a stock Trainer refuses resuming before the callback is there
     planned = FlexSeqArguments(cost_model="estimate", lookahead=0)
-    sft = PlannedSFT(model, args, train_dataset=data, flexseq_args=planned)
-    assert sft.args is not args
-    assert not args.save_only_model
-    assert not sft.args.save_only_model
-
-    # A stock Trainer refuses before the callback is there
-    with pytest.raises(ValueError, match="Resuming is not supported for models sharded at load"):
-        Trainer(model=model, args=args, train_dataset=data)
-    for kind, is_refused in ((Trainer, False), (SavesOtherwise, True)):
+    for kind in (Trainer, SavesOtherwise):
         args = training_arguments(
             TrainingArguments, folder / "stock", batch=1, accumulation=1, max_steps=1
         )
-        args.save_strategy, args.save_only_model = "steps", True
-        args.save_steps = 1
-        stock = kind(model=model, args=args, train_dataset=data)
-        if is_refused:
+        args.save_strategy, args.save_only_model, args.save_steps = "steps", True, 1
+        stock = kind(model=model, args=args, train_dataset=documents([5, 9]))
+        if kind is SavesOtherwise:
             with refused("SavesOtherwise._save_optimizer_and_scheduler would not be called for"):
                 stock.add_callback(FlexSeqCallback(stock, planned))
             continue
@@ -463,26 +377,6 @@ def test_an_adapter_is_no_checkpoint_of_the_whole_model(tmp_path):
         load_weights(model, str(tmp_path), Communicator())
 
 
-def test_experts_of_one_process_are_read_and_what_the_user_has_added(tmp_path):
-    """The plain Trainer leaves the experts as they are, with a warning."""
-    model, saved = experts.make("Qwen3Moe"), experts.make("Qwen3Moe")
-    with torch.no_grad():
-        for one in (model, saved):
-            one.added = torch.nn.Linear(2, 2)
-        for parameter in saved.parameters():
-            parameter.add_(1.0)
-    saved.save_pretrained(tmp_path)
-    stock = SimpleNamespace(is_fsdp_enabled=False, model=experts.make("Qwen3Moe"))
-    stock._issue_warnings_after_load = lambda result: None
-    Trainer._load_from_checkpoint(stock, str(tmp_path))
-    load_weights(model, str(tmp_path), Communicator())
-    wanted = dict(saved.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, wanted[name]), name
-    for name, parameter in stock.model.named_parameters():
-        assert torch.equal(parameter, wanted[name]) == (".experts." not in name), name
-
-
 def mixed_up(rank, ranks, path, folder):
     """Whether a model is read as it was saved whose rows transformers would mix up."""
     model = experts.spread(path, KimiLinearForCausalLM, {"fsdp_size": 2})
@@ -513,11 +407,6 @@ def of_accelerate(folder):
     (folder / "optimizer.bin").touch()
 
 
-def half_of_a_trainers(folder):
-    without_state(folder)
-    (folder / "optimizer.pt").touch()
-
-
 def of_fewer_parameters(folder):
     path = folder / FOLDER / "index.json"
     index = json.loads(path.read_text())
@@ -534,7 +423,6 @@ CHANGES = {
     lambda folder: (folder / FOLDER / "scheduler.json").unlink(): "but none of the scheduler's$",
     of_fewer_parameters: "has no optimizer state of lm_head.weight, which this run trains$",
     of_accelerate: "has the optimizer.s state in optimizer.bin, which a model that Distributed",
-    half_of_a_trainers: "has the optimizer.s state in optimizer.pt, which a model that Distri",
 }
 
 
@@ -563,10 +451,3 @@ def test_no_checkpoint_goes_on_with_a_part_of_its_state(two):
         for line, said in zip(lines, CHANGES.values(), strict=True):
             assert re.search(said, line), line
             assert "\n" not in line
-
-
-def test_weights_that_are_resumed_lie_on_the_rank_s_own_gpu(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    of_gpus = SimpleNamespace(get_mesh=lambda name: SimpleNamespace(device_type="cuda"))
-    place = checkpoint_forms._same_meshes(SimpleNamespace(_mesh_manager=of_gpus))
-    assert place(object, "config") == ("config", torch.device("cuda", 3), of_gpus)

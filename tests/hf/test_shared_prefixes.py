@@ -8,31 +8,33 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from peft import LoraConfig
 from torch import nn
 from transformers import Trainer
+from trl import SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
-from hf_flexseq.hf.losses.drawing import grouped
 from hf_flexseq.hf.model.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
 from tests.budget import others_nightly
+from tests.differential.case import sft_trainer
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.objectives import (
     BOUNDS,
     FLOAT32_BOUND,
     FLOAT64_BOUND,
-    OPTIONS,
     Case,
     _rows,
     assert_alike,
+    causal_model,
     make_trainer,
     run_case,
     save_inputs,
     words_of,
 )
-from tests.hf.test_distillation import FixedCompletions, FlexSeqDistillation, distillation
 from tests.hf.test_exactness import gradients_under_random_plans
-from tests.hf.test_reach import keep_float64, make_model
+from tests.hf.test_objectives import FixedCompletions, FlexSeqDistillation, distillation
+from tests.hf.test_reach import keep_float64, make_model, mixture
 from tests.hf.tiny import VOCAB, reference_loss, tiny_arguments, tiny_llama
 from tests.hf.trainers import difference, trained, trainer_of
 from tests.ranks import run_cases, run_ranks
@@ -47,9 +49,9 @@ def spared(run):
 # ---- a loss that is a sum over tokens
 
 
-def conversations(count, scale=1):
+def conversations(count):
     """Rows of which several begin alike: a prompt with answers, an agent's growing context, rows
-    that repeat each other, and some by themselves. scale: of prompts and contexts."""
+    that repeat each other, and some by themselves."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(tokens):
@@ -57,10 +59,10 @@ def conversations(count, scale=1):
 
     rows = []
     while len(rows) < count:
-        prompt, answers = drawn(24 * scale), [drawn(n) for n in (3, 9, 1)]
+        prompt, answers = drawn(24), [drawn(n) for n in (3, 9, 1)]
         for answer in answers:
             rows.append((prompt + answer, [-100] * len(prompt) + answer))
-        context = drawn(20 * scale)
+        context = drawn(20)
         for _ in range(3):
             answer = drawn(6)
             rows.append((context + answer, [-100] * len(context) + answer))
@@ -177,14 +179,16 @@ DATA = {
     "grpo": long_prompts,
     "rloo": long_prompts,
 }
+WIDE = {"max_tokens_per_rank": 120}
+of = partial(Case, steps=2, flexseq=WIDE)
 CASES = {
-    "dpo": Case(kind="dpo", steps=2, evaluates=True),
-    "dpo, ipo": Case(kind="dpo", steps=2, accumulation=2, settings={"loss_type": "ipo"}),
-    "dpo, apo": Case(kind="dpo", steps=2, settings={"loss_type": "apo_zero"}),
-    "kto": Case(kind="kto", accumulation=2),
-    "reward": Case(kind="reward", steps=2),
-    "grpo": Case(kind="grpo", steps=2, settings={"num_iterations": 2}),
-    "rloo": Case(kind="rloo", steps=2, accumulation=2),
+    "dpo": of(kind="dpo", evaluates=True),
+    "dpo, ipo": of(kind="dpo", accumulation=2, settings={"loss_type": "ipo"}),
+    "dpo, apo": of(kind="dpo", settings={"loss_type": "apo_zero"}),
+    "kto": of(kind="kto", steps=3, accumulation=2),
+    "reward": of(kind="reward"),
+    "grpo": of(kind="grpo", settings={"num_iterations": 2}),
+    "rloo": of(kind="rloo", accumulation=2),
 }
 OFTEN = ("dpo", "reward", "grpo")  # the others with `-m nightly`
 
@@ -193,9 +197,7 @@ def compare(rank, world_size, folder, case):
     datasets.disable_progress_bars()
     data = DATA[case.kind]
     given = {"train_dataset": data(64), "eval_dataset": data(6)}
-    stock = run_case(case, False, folder, **given)
-    options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 120})
-    ours = run_case(case, True, folder, flexseq_args=options, **given)
+    stock, ours = (run_case(case, is_ours, folder, **given) for is_ours in (False, True))
     return difference(stock, ours), spared(ours)
 
 
@@ -233,36 +235,12 @@ def test_a_student_learns_what_trl_s_does_of_samples_that_are_equal(tmp_path):
 # ---- groups of generated samples
 
 
-def test_samples_of_a_prompt_are_put_side_by_side():
-    prompts = torch.tensor([[0, 5], [6, 7], [0, 5], [5, 5], [6, 7], [5, 5]])
-    mask = (prompts != 0).long()
-    names = list("abcdef")
-    values = torch.arange(6.0)
-    slices = [
-        {
-            "prompt_ids": prompts[at : at + 2],
-            "prompt_mask": mask[at : at + 2],
-            "names": names[at : at + 2],
-            "advantages": values[at : at + 2],
-            "num_items_in_batch": torch.tensor(9),
-            "ref": None,
-        }
-        for at in (0, 2, 4)
-    ]
-    found = grouped(slices)
-    assert [own["names"] for own in found] == [["a", "c"], ["b", "e"], ["d", "f"]]
-    assert torch.cat([own["advantages"] for own in found]).tolist() == [0, 2, 1, 4, 3, 5]
-    assert [own["prompt_ids"].tolist() for own in found][1] == [[6, 7]] * 2
-    assert all(own["num_items_in_batch"] == 9 and own["ref"] is None for own in found)
-    assert slices[0]["names"] == ["a", "b"]
-
-
 def spared_by_grpo(rank, world_size, folder, shared):
     datasets.disable_progress_bars()
-    case = Case(kind="grpo", steps=4, settings={"steps_per_generation": 4})
-    options = {**OPTIONS, "max_tokens_per_rank": 120, "shared_prefixes": shared}
+    options = WIDE | {"shared_prefixes": shared}
+    case = Case(kind="grpo", steps=4, settings={"steps_per_generation": 4}, flexseq=options)
     given = {"train_dataset": long_prompts(64), "eval_dataset": long_prompts(4)}
-    run = run_case(case, True, folder, flexseq_args=FlexSeqArguments(**options), **given)
+    run = run_case(case, True, folder, **given)
     return spared(run), [line["loss"] for line in run.log if "loss" in line]
 
 
@@ -299,20 +277,9 @@ def test_a_loop_of_your_own_shares_prefixes_where_its_model_has_no_code_of_yours
         (None, {"planner": "zeppelin"}, "planner='zeppelin' plans rows"),
         (lambda model: setattr(model, "extra", nn.Dropout(0.1)), {}, "extra draws dropout"),
         (
-            lambda model: setattr(model.config, "router_jitter_noise", 0.1),
-            {},
-            "config.router_jitter_noise=0.1 adds noise",
-        ),
-        (
             lambda model: setattr(model.config, "ffn_config", {"moe_jitter_eps": 0.01}),
             {},
             "config.ffn_config.moe_jitter_eps=0.01 adds noise",
-        ),
-        (lambda model: setattr(model.config, "resid_pdrop", 0.2), {}, "config.resid_pdrop=0.2"),
-        (
-            lambda model: setattr(model.config, "drop_path_rate", 0.1),
-            {},
-            "config.drop_path_rate=0.1 adds noise",
         ),
         (lambda model: setattr(model, "extra", nn.Dropout(0.0)), {}, None),
     ],
@@ -342,9 +309,8 @@ def test_a_hook_on_one_rank_keeps_the_rows_of_all_ranks_apart(tmp_path):
 
 def with_noise(rank, world_size, folder):
     datasets.disable_progress_bars()
-    options = FlexSeqArguments(**{**OPTIONS, "max_tokens_per_rank": 120})
     given = {"train_dataset": long_pairs(16), "eval_dataset": long_pairs(4)}
-    trainer = make_trainer(Case(kind="dpo", steps=1), True, folder, flexseq_args=options, **given)
+    trainer = make_trainer(Case(kind="dpo", steps=1, flexseq=WIDE), True, folder, **given)
 
     def noisy(module, args, output):
         return output + 0.01 * torch.randn_like(output)
@@ -358,3 +324,96 @@ def test_noise_that_nothing_announced_ends_training(tmp_path):
     save_inputs(tmp_path)
     with pytest.raises(AssertionError, match="draws random numbers, once for a token"):
         run_cases(with_noise, 1, [(tmp_path,)], seconds=100)
+
+
+# ---- TRL's SFTTrainer
+
+
+STEP = 12  # rows
+CAPPED = {"max_tokens_per_rank": 120, "lookahead": 0}
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+OF_ROWS = {"nll": {}, "dft": {"loss_type": "dft"}, "LoRA": {"peft_config": LORA}}
+
+
+def rows_alike(count):
+    """Rows that begin alike. Of what they share some tokens have a label in all rows, some in a
+    part of them, and some in none."""
+    found = conversations(count)
+    for index, row in enumerate(found):
+        if index % 4:
+            row["labels"] = row["input_ids"][:10] + row["labels"][10:]
+    return found
+
+
+def train_on_rows(folder, shared, *, cls=SFTTrainer, batch=STEP, evaluates=True, **settings):
+    """A training of three steps, after which another twelve rows are evaluated. shared: None for
+    the plain trainer."""
+    datasets.disable_progress_bars()
+    data = rows_alike(4 * STEP)
+    settings = {
+        "train_dataset": Dataset.from_list(data[: 3 * STEP]),
+        "eval_dataset": Dataset.from_list(data[3 * STEP :]),
+        "per_device_eval_batch_size": batch,
+        "learning_rate": 0.5,
+        "max_steps": 3,
+        "flexseq": shared and {**CAPPED, "shared_prefixes": shared},
+        "model": tiny_llama(),
+        **settings,
+    }
+    torch.manual_seed(5)
+    return trained(sft_trainer(cls, folder, batch, **settings), evaluates=evaluates)
+
+
+def compare_rows(rank, world_size, folder, settings):
+    """Stock and ours on as many ranks, and the tokens that ours has spared. Only on one rank has
+    the plain trainer the mean loss of an evaluation over all targets."""
+    given = {"batch": STEP // world_size, "evaluates": world_size == 1, **settings}
+    stock, ours = train_on_rows(folder, None, **given), train_on_rows(folder, "auto", **given)
+    return difference(stock, ours), spared(ours)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_the_sft_trainer_s_weights_and_figures_are_those_of_the_rows(tmp_path, world_size):
+    cases = [(tmp_path, settings) for settings in OF_ROWS.values()]
+    by_case = run_cases(compare_rows, world_size, cases, seconds=200)
+    for name, by_rank in zip(OF_ROWS, by_case, strict=True):
+        for apart, tokens in by_rank:
+            assert tokens > 50, name
+            assert_alike(apart, weights=FLOAT32_BOUND)
+            assert apart.figures > 20
+
+
+def run_sharded(rank, world_size, folder, sharding):
+    """The plain trainer on one process, ours on several under FSDP2. There the plain one's loss
+    and gradients are smaller by one factor, which clipping hides from the weights."""
+    case = Case(kind="dpo", sharding=sharding)
+    settings = {"model": causal_model(case, folder / "model"), "evaluates": False}
+    settings |= {"batch": STEP // world_size, "gradient_checkpointing": True}
+    return train_on_rows(folder / str(rank), "auto" if sharding == "fsdp2" else None, **settings)
+
+
+@pytest.mark.processes
+def test_a_sharded_and_checkpointed_model_is_trained_as_the_plain_trainer_does(tmp_path):
+    save_inputs(tmp_path)
+    (stock,) = run_ranks(run_sharded, 1, tmp_path, "ddp")
+    for ours in run_ranks(run_sharded, 2, tmp_path, "fsdp2"):
+        assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
+        assert spared(ours) > 50
+
+
+def run_mixture(rank, world_size, folder, shared):
+    settings = {"model": mixture("Qwen3Moe"), "router_aux_loss_coef": 0.3}
+    return train_on_rows(folder, shared, batch=STEP // world_size, **settings)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_the_router_loss_of_the_sft_trainer_is_that_of_the_rows(tmp_path, world_size):
+    """The plain trainer has one batch on one rank: router losses are of a step."""
+    stock = run_mixture(0, 1, tmp_path, None)
+    assert all("aux_loss" in line for line in stock.log if "loss" in line)
+    (by_rank,) = run_cases(run_mixture, world_size, [(tmp_path, "auto")], seconds=200)
+    for ours in by_rank:
+        assert spared(ours) > 50
+        assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)

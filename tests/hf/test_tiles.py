@@ -1,20 +1,19 @@
 """MLPs of real families in tiles: which modules they are, that loss and gradients stay those of
-one process, and why some are left alone. Ranks are threads; see `test_tiles_sharded.py` for
-processes."""
+one process, also under ZeRO-3, and why some are left alone. Ranks are threads, and processes
+under ZeRO-3."""
 
-import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.choices import choices_of
 from hf_flexseq.hf.model import tiles
 from hf_flexseq.hf.model.tiles import MlpTiles, find_mlps, priced_for
@@ -30,10 +29,11 @@ from tests.hf.tiny import (
     documents,
     reference_gradients,
     refused,
-    tiny_arguments,
+    relative_errors,
     tiny_llama,
     tiny_model,
 )
+from tests.ranks import run_cases
 
 TOKENS = 11
 
@@ -44,30 +44,6 @@ def model_of(family):
 
 # ---- which modules they are
 
-MLP, FEED_FORWARD = {"mlp"}, {"feed_forward"}
-# By family, names in the layers; {} where there are only experts, or matrices of the layer itself.
-FOUND = {
-    "Llama": MLP,
-    "Gemma2": MLP,  # with a norm behind it
-    "Phi3": MLP,  # gate and up in one
-    "GPTNeoX": MLP,
-    "Starcoder2": MLP,
-    "Llama4": {"feed_forward", "feed_forward.shared_expert"},
-    "Qwen2Moe": {"mlp.shared_expert"},
-    "DeepseekV3": {"mlp", "mlp.shared_experts"},
-    "LongcatFlash": {"mlps.0", "mlps.1"},
-    "MiMoV2Flash": MLP,
-    "OPT": set(),
-    "GptOss": set(),
-    "Mixtral": set(),
-    "GraniteMoe": set(),
-    "JetMoe": set(),
-    "Bamba": FEED_FORWARD,
-    "Lfm2": FEED_FORWARD,
-    "Qwen3Next": {"mlp.shared_expert"},
-    "NemotronH": {"mixer", "mixer.shared_experts"},
-    "Zamba2": set(),  # takes the number of its layer as well
-}
 # Families without any, of all that this project tries.
 WITHOUT = {
     *("GptOss", "GraniteMoe", "OPT", "Mixtral", "Qwen3Moe", "Olmoe", "Cohere2Moe"),
@@ -75,26 +51,11 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("family", FOUND)
-def test_modules_that_treat_every_token_alone_are_found(family):
-    found = find_mlps(model_of(family))
-    names = {re.sub(r".*layers\.\d+\.", "", mlp.name) for mlp in found.mlps}
-    assert names == FOUND[family]
-    assert bool(found.reasons) == (not names)
-
-
 @pytest.mark.nightly
 def test_most_families_have_such_modules():
     families = {**FAMILIES, **HYBRIDS}
     assert {family for family in families if not find_mlps(model_of(family)).mlps} == WITHOUT
     assert len(families) - len(WITHOUT) >= 60
-
-
-def test_the_trial_leaves_random_numbers_alone():
-    model = make_model("Llama")
-    before = torch.get_rng_state()
-    find_mlps(model)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---- loss and gradients
@@ -194,49 +155,6 @@ def test_without_tiles_nothing_is_on_the_path(counts):
         assert not layer._forward_pre_hooks
 
 
-def test_two_micro_batches_in_flight_have_tiles_of_their_own(counts):
-    """In the replay of a checkpointed layer as well, which runs after another one's forward, and
-    before which no hook of the layer runs."""
-    model = tiny_llama().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    MlpTiles(model).attach()
-    first = called(model, 4).square().sum()
-    second = called(model, 2).square().sum()
-    third = called(model, 1).square().sum()
-    del counts[:]
-    first.backward()
-    assert counts == [4, 4]
-    third.backward()
-    assert counts == [4, 4]
-    second.backward()
-    assert counts == [4, 4, 2, 2]
-
-
-def test_layers_may_share_an_mlp(counts):
-    model = tiny_llama()
-    first, second = model.model.layers
-    second.mlp = first.mlp
-    wanted = called(model)
-    attached = MlpTiles(model)
-    attached.attach()
-    torch.testing.assert_close(called(model, 4), wanted, rtol=1e-13, atol=1e-13)
-    assert counts == [4, 4]
-    attached.detach()
-    assert "forward" not in vars(first.mlp)
-
-
-def test_a_forward_of_the_instance_stays_and_is_put_back():
-    model = tiny_llama()
-    mlp = model.model.layers[0].mlp
-    own = mlp.forward  # a method of a library, bound to the module
-    mlp.forward = own
-    attached = MlpTiles(model)
-    attached.attach()
-    called(model, 3)
-    attached.detach()
-    assert vars(mlp)["forward"] is own
-
-
 # ---- why some are left alone
 
 
@@ -315,24 +233,104 @@ def test_planners_choose_no_tiles_for_a_model_without_any():
     assert all(choice.mlp_tiles == 1 for choice in without)
 
 
-def test_planners_choose_no_tiles_for_mlps_that_cannot_have_any_once_they_are_wrapped():
-    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(max_tokens_per_rank=None))
-    model = tiny_llama()
-
-    def share():
-        return engine.planner(ahead=False)._job.cost.activations.mlp_share
-
-    with engine.attached(model):
-        assert share() > 0
-        for layer in model.model.layers:
-            layer.mlp.up_proj.weight.register_hook(lambda gradient: None)
-        assert share() == 0
+# ---- under ZeRO-3 weights are gathered once for all tiles
 
 
-def test_the_log_says_which_are_left_alone(caplog):
-    model = tiny_llama()
-    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *args: None)
-    with caplog.at_level("INFO"):
-        MlpTiles(model).attach()
-    assert "1 MLPs are computed in tiles" in caplog.text
-    assert "others are not: mlp: code of yours" in caplog.text
+LAYERS = 2
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        # nothing is gathered ahead, nor kept between forward and backward
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 0,
+    },
+}
+WEIGHT = 32 * 48  # numbers in a weight of an MLP
+
+
+class Gathers(TorchDispatchMode):
+    """Counts gathers inside of it by the numbers that they bring."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.c10d._allgather_base_.default:
+            self.sizes[args[0].numel()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def loss_of(model, tokens, count):
+    """The loss of so many tokens, in so many tiles."""
+    memory = None if count is None else MemoryChoice(mlp_tiles=count)
+    row = torch.arange(tokens)[None] % 61
+    context = SimpleNamespace(memory=memory)
+    return model(input_ids=row, labels=row, use_cache=False, seq_ctx=context).loss
+
+
+def zero3_steps(rank, world_size, checkpointing, counts):
+    """For each micro-batch: how many gathers bring one weight of an MLP, and how many all three;
+    and the largest error of a gradient. counts: its tiles; None before any are attached."""
+    import deepspeed  # which takes long
+    from deepspeed.utils import safe_get_full_grad, z3_leaf_module
+
+    # 1. one process: ranks have different numbers of tokens, fewer than tiles as well
+    lengths = (40, 2)
+    plain = tiny_llama(torch.float32)
+    for tokens in lengths:
+        (loss_of(plain, tokens, None) / world_size).backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+    # 2. the same under ZeRO-3, again and again
+    deepspeed.init_distributed("gloo")
+    model = tiny_llama(torch.float32).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO3)
+    attached = MlpTiles(model)
+    found = []
+    for count in counts:
+        if count is not None:
+            attached.attach()
+        with Gathers() as gathers:
+            engine.backward(loss_of(engine, lengths[rank], count))
+        gradients = {name: safe_get_full_grad(p) for name, p in model.named_parameters()}
+        error = max(relative_errors(gradients, wanted).values())
+        found.append((gathers.sizes[WEIGHT], gathers.sizes[3 * WEIGHT], error))
+        engine.step()
+    mlp = model.model.layers[0].mlp
+    assert z3_leaf_module(mlp)
+    attached.detach()
+    assert not z3_leaf_module(mlp)
+    return found
+
+
+@pytest.mark.processes
+def test_zero3_equals_one_process_and_gathers_once_for_all_tiles():
+    """Once in the forward and once in the backward, whatever a rank's number of tokens, also where
+    DeepSpeed has learned another order of modules before the first tiles come."""
+    always, late = (5, 9, 1, 5), (None, None, None, 5, 9, 1, 5)
+    cases = [
+        (checkpointing, counts) for checkpointing in (False, True) for counts in (always, late)
+    ]
+    by_case = run_cases(zero3_steps, 2, cases, seconds=300)
+    for (checkpointing, counts), by_rank in zip(cases, by_case, strict=True):
+        for found in by_rank:
+            assert max(error for *_, error in found) < 1e-5
+            gathers = [counted for *counted, _ in found]
+            if counts == always:
+                assert gathers == [[0, 2 * LAYERS]] * 4
+            else:
+                alone = (
+                    3 * 2 + (2 if checkpointing else 0)
+                ) * LAYERS  # a replay gathers two again
+                assert gathers[:3] == [[alone, 0]] * 3
+                # of one MLP a weight is gathered alone, since the others were not freed
+                assert all(sum(counted) == 2 * LAYERS for counted in gathers[3:])

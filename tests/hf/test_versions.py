@@ -15,9 +15,7 @@ from hf_flexseq.base import versions
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.loss_kinds import reads_logits_of_all_tokens, reads_sums
 from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS
-from hf_flexseq.hf.model.tower_trial import try_features
 from hf_flexseq.hf.trainer.checks import check_trainer
-from hf_flexseq.steps.images import UnsupportedImages
 from tests.differential.case import sft_trainer
 from tests.hf.test_checks import make_trainer
 from tests.hf.tiny import SIZES, refused
@@ -64,11 +62,6 @@ def test_nightly_jobs_install_the_oldest_and_the_newest():
         assert {oldest, newest} <= set(found), package
 
 
-def test_the_core_is_made_of_files_that_exist():
-    for line in text_of("tests/core.txt").split():
-        assert (ROOT / line).is_file(), line
-
-
 def text_of(path):
     return (ROOT / path).read_text(encoding="utf-8")
 
@@ -101,21 +94,6 @@ def test_trl_is_named_for_its_own_trainers_alone(older, caplog, tmp_path, is_of_
         else:
             trainer_of(Trainer, tmp_path, flexseq={})
     assert ("trl 1.99.0 (tested: 1.9.0 to" in caplog.text) == is_of_trl
-
-
-def test_tested_versions_are_not_named(older, caplog):
-    older(transformers="5.16.1", trl="1.9.0", accelerate="1.13.0", peft="0.20.0")
-    versions.warn_untested.cache_clear()
-    versions.warn_untested()
-    assert not caplog.records
-
-
-def test_versions_are_compared_by_numbers(older):
-    older(trl="1.9.2")
-    assert versions.is_older("trl", "1.15")
-    assert not versions.is_older("trl", "1.9")
-    older(trl="2.0.0.dev0")
-    assert not versions.is_older("trl", "1.15")
 
 
 # ---- what older versions lack
@@ -183,11 +161,3 @@ def test_models_that_are_sharded_at_load_are_refused(older, size):
     model.config.distributed_config = SimpleNamespace(**{size: 2})
     with refused(f"{size}=2 of DistributedConfig: it needs transformers 5.23, and 5.22.2 is"):
         check_model(model)
-
-
-def test_a_model_without_features_names_the_version_that_has_them(older):
-    older(transformers="5.16.1")
-    ends = {None: "mm_encoder_outputs$", 7: "it needs transformers 5.18, and 5.16.1 is"}
-    for token, end in ends.items():
-        with refused(end, UnsupportedImages):
-            try_features(llama(image_token_id=token))

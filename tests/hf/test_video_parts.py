@@ -6,14 +6,10 @@ import random
 import pytest
 import torch
 from torch import nn
-from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.hf.model import tower_trial
 from hf_flexseq.hf.model.tower_trial import has_independent_frames, try_features
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.plan.images import IMAGE, VIDEO
-from hf_flexseq.steps.source_row import source_row
 from tests.budget import others_nightly
 from tests.hf.vision import IMAGES, tiny_vision_model, vision_examples
 from tests.hf.vision_families import FAMILIES
@@ -54,34 +50,6 @@ def test_the_trial_tells_which_models_encode_frames_independently(name):
     assert passes(tiny_vision_model(name), name) == (name not in DEPENDENT)
 
 
-def test_frames_that_attend_to_each_other_fail_the_trial(monkeypatch):
-    own = modeling_qwen3_vl.get_vision_attention_seqlens
-
-    def of_whole_videos(grid, *args, **kwargs):
-        joined = torch.stack([torch.ones_like(grid[:, 0]), grid[:, 0] * grid[:, 1], grid[:, 2]])
-        return own(joined.T, *args, **kwargs)
-
-    monkeypatch.setattr(modeling_qwen3_vl, "get_vision_attention_seqlens", of_whole_videos)
-    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
-
-
-def test_frames_that_know_their_number_fail_the_trial(monkeypatch):
-    own = modeling_qwen3_vl.Qwen3VLVisionModel.forward
-
-    def with_numbers(self, pixels, grid_thw, **kwargs):
-        frames, *sides = grid_thw[0].tolist()
-        numbers = torch.arange(frames).repeat_interleave(sides[0] * sides[1])
-        return own(self, pixels + numbers.unsqueeze(1), grid_thw, **kwargs)
-
-    monkeypatch.setattr(modeling_qwen3_vl.Qwen3VLVisionModel, "forward", with_numbers)
-    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
-
-
-def test_a_trial_that_fails_in_any_way_leaves_videos_whole(monkeypatch):
-    monkeypatch.setattr(tower_trial, "_merged", lambda base: 1 // 0)
-    assert not passes(tiny_vision_model("qwen3_vl"), "qwen3_vl")
-
-
 def test_modules_of_the_user_s_own_are_not_tried():
     class OverFrames(nn.Module):
         """May do anything."""
@@ -89,62 +57,6 @@ def test_modules_of_the_user_s_own_are_not_tried():
     model = tiny_vision_model("qwen3_vl")
     model.model.visual.blocks[0].mlp = OverFrames()
     assert not passes(model, "qwen3_vl")
-
-
-# ---- what is read
-
-
-def read_videos(name, *, part_patches, monkeypatch, change=None):
-    """The images of an example with one image and a video, as a model reads them, and the example.
-    change: of the example's tensors."""
-    monkeypatch.setattr(PART, part_patches)
-    (example,) = [e for e in vision_examples(name, [1] * 4, videos=(0, 1, 2, 3)) if is_long(e)][:1]
-    model = VisionModel(tiny_vision_model(name))
-    row = source_row([DataCollatorForFlexSeq()([example | (change or {})])])
-    return model.read(row).images.images, example
-
-
-def is_long(example):
-    return int(example[GRID][0, 0]) == 3
-
-
-@pytest.mark.parametrize("name", ["qwen3_vl", "video_llama_3"])
-def test_a_video_is_read_as_its_frames_and_an_image_as_it_is(name, monkeypatch):
-    found, example = read_videos(name, part_patches=1, monkeypatch=monkeypatch)
-    image, *frames = found
-    assert image.modality == IMAGE
-    assert [frame.modality for frame in frames] == [VIDEO] * 3
-    _, height, width = example[GRID][0].tolist()
-    for frame in frames:
-        assert frame.arguments[GRID].tolist() == [[1, height, width]]
-        assert (frame.tokens, frame.patches) == (height * width // 4, height * width)
-        assert frame.pairs == (height * width) ** 2
-        others = frame.arguments.keys() - {GRID, "pixel_values_videos"}
-        for other in others:
-            assert torch.equal(frame.arguments[other], example[other])
-    pixels = torch.cat([frame.arguments["pixel_values_videos"] for frame in frames])
-    assert torch.equal(pixels, example["pixel_values_videos"])
-
-
-def test_short_videos_are_not_tried(monkeypatch):
-    monkeypatch.setattr(tower_trial, "has_independent_frames", None)
-    found, _ = read_videos("qwen3_vl", part_patches=512, monkeypatch=monkeypatch)
-    assert len(found) == 2
-
-
-def test_videos_of_models_that_fail_the_trial_stay_whole(monkeypatch):
-    monkeypatch.setattr(tower_trial, "has_independent_frames", lambda *given: False)
-    found, _ = read_videos("qwen3_vl", part_patches=1, monkeypatch=monkeypatch)
-    assert len(found) == 2
-
-
-def test_videos_with_values_that_are_no_whole_numbers_stay_whole(monkeypatch):
-    monkeypatch.setattr(tower_trial, "has_independent_frames", None)
-    seconds = {"video_merge_sizes": torch.tensor([2.0])}
-    found, _ = read_videos(
-        "video_llama_3", part_patches=1, monkeypatch=monkeypatch, change=seconds
-    )
-    assert len(found) == 2
 
 
 # ---- gradients
@@ -183,22 +95,17 @@ def assert_divided(name, by_rank):
         assert worst[VIDEO]
 
 
+# Of each, whether the tower is frozen.
+OFTEN = [(2, "qwen2_vl", None), (2, "qwen2_5_vl", "tower"), (3, "qwen3_vl", None)]
+EVERY = [(n, name, what) for n in (2, 3) for name in DIVIDED for what in (None, "tower")]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [(2, [("qwen2_vl", None), ("qwen2_5_vl", "tower")]), (3, [("qwen3_vl", None)])],
+    ("world_size", "name", "freeze"),
+    [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.nightly) for case in EVERY],
 )
-def test_divided_videos_equal_one_process(world_size, cases):
-    cases = [(name, "ddp", False, freeze, COUNTS, 1) for name, freeze in cases]
-    for case, by_rank in zip(cases, run_cases(divided_errors, world_size, cases), strict=True):
-        assert_divided(case[0], by_rank)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", DIVIDED)
-def test_all_families_with_grids_of_videos(name, world_size):
-    cases = [(name, "ddp", False, freeze, COUNTS, 1) for freeze in (None, "tower")]
-    for by_rank in run_cases(divided_errors, world_size, cases, seconds=150):
-        assert_divided(name, by_rank)
+def test_divided_videos_equal_one_process(world_size, name, freeze):
+    case = (name, "ddp", False, freeze, COUNTS, 1)
+    (by_rank,) = run_cases(divided_errors, world_size, [case], seconds=150)
+    assert_divided(name, by_rank)

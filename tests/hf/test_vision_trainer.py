@@ -1,11 +1,9 @@
 """FlexSeqTrainer on examples with images trains as the plain Trainer does: two ranks with two
 examples each against one process with four, whose mean over a batch is the step's token mean."""
 
-import copy
 import json
 from typing import Any
 
-import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -15,18 +13,16 @@ from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqTrainer
 from tests.budget import others_nightly
-from tests.hf.objectives import Case, run_case
+from tests.hf.plain import logged
 from tests.hf.test_metrics import at_tokens, best
-from tests.hf.test_sharding import ZERO
-from tests.hf.test_trainer import logged
 from tests.hf.trainers import (
     assert_logged_alike,
-    difference,
     distance,
     trained,
     trainer_of,
     weights_apart,
     weights_of,
+    zero,
 )
 from tests.hf.vision import tiny_vision_model, vision_examples
 from tests.hf.vision_families import IMAGE
@@ -49,7 +45,7 @@ SETTINGS = {
     "zero2": {},
     "zero3": {},
 }
-STAGES = {"zero2": {"stage": 2}, "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+STAGES = {"zero2": 2, "zero3": 3}
 
 
 def with_pixels(examples):
@@ -87,8 +83,7 @@ def make_trainer(kind: str, folder: Any, *, ours: bool) -> Any:
     model = model_of(kind)  # before DeepSpeed's settings, which make transformers draw others
     settings = dict(SETTINGS[kind])
     if kind in STAGES and ours:
-        deepspeed.init_distributed("gloo")
-        settings["deepspeed"] = copy.deepcopy(ZERO | {"zero_optimization": STAGES[kind]})
+        settings["deepspeed"] = zero(STAGES[kind])
     return trainer_of(
         FlexSeqTrainer if ours else Trainer,
         folder,
@@ -156,31 +151,6 @@ def test_a_text_model_with_options_of_its_own_makes_no_cache(tmp_path):
         assert trainer.model.config.get_text_config().use_cache
         found.append(trained(trainer))
     assert weights_apart(*found) < 2e-6
-
-
-# ---- a loss of the user's own, on whole samples
-
-
-def own_losses(rank, world_size, folder):
-    """How far ours is from the plain Trainer on the same rank."""
-    case = Case(kind="own", evaluates=True, settings={"learning_rate": 1e-2})
-    examples = vision_examples("qwen3_vl", IMAGES * 2)
-    data = {"train_dataset": examples, "eval_dataset": examples[:4]}
-    runs = []
-    for is_ours in (False, True):
-        model = tiny_vision_model("qwen3_vl")
-        runs.append(
-            run_case(case, is_ours, folder, model=model, data_collator=with_pixels, **data)
-        )
-    return difference(*runs)
-
-
-@pytest.mark.nightly
-def test_a_loss_of_ones_own_on_whole_samples_reads_images(tmp_path):
-    for apart in run_ranks(own_losses, 2, tmp_path, seconds=100):
-        assert apart.weights < 2e-6
-        assert apart.metrics < 1e-6, apart.metric
-        assert not apart.missing
 
 
 # ---- predictions

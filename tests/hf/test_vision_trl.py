@@ -1,34 +1,180 @@
 """TRL's trainers on images, with a processor: the plain trainer's weights and figures."""
 
+import random
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl import SFTTrainer
 
-from hf_flexseq import FlexSeqArguments
 from hf_flexseq.steps.features import StepImages
 from tests.budget import others_nightly
 from tests.differential.case import Case as SftCase
 from tests.differential.runs import both
-from tests.hf.objectives import OPTIONS, Case, run_case
+from tests.hf.objectives import Case, run_case
 from tests.hf.trainers import Difference, Run, difference
 from tests.hf.vision import tiny_vision_model
-from tests.hf.vision_processor import (
-    completions,
-    labelled,
-    pairs,
-    prompts,
-    talks,
-    texts,
-    vision_processor,
-)
+from tests.hf.vision_families import END, IMAGE, START, VIDEO
 from tests.ranks import run_cases
+
+WORDS = range(2, 50)  # the numbers of the tokens that are words
+SPECIAL = {
+    "<|image_pad|>": IMAGE,
+    "<|video_pad|>": VIDEO,
+    "<|vision_start|>": START,
+    "<|vision_end|>": END,
+}
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['content'] is string %}{{ message['content'] }} {% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + PICTURE + " {% else %}{{ part['text'] }} {% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+class ImagesAndWords(Qwen3VLProcessor):
+    """The processor of Qwen3-VL without the one of videos, which needs torchvision."""
+
+    def __init__(
+        self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None
+    ) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = IMAGE, VIDEO
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def vision_processor() -> ImagesAndWords:
+    """A processor whose tokens are words, such as w17 for the number 17; 0 pads and 1 ends."""
+    vocabulary = {"<pad>": 0, "<end>": 1, **{f"w{n}": n for n in range(2, 57)}, **SPECIAL}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        padding_side="left",  # as GRPO pads prompts
+        additional_special_tokens=list(SPECIAL),
+    )
+    images = Qwen2VLImageProcessorPil(
+        patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=8 * 8, max_pixels=24 * 24
+    )
+    return ImagesAndWords(images, words, chat_template=TEMPLATE)
+
+
+# ---- data
+
+
+def picture(rng: random.Random) -> Image.Image:
+    """A small image of random colours."""
+    shape = (8 * rng.randint(1, 3), 8 * rng.randint(1, 3), 3)
+    return Image.fromarray(
+        np.random.default_rng(rng.randrange(1000)).integers(0, 255, shape, "u1")
+    )
+
+
+def words(rng: random.Random, least: int, most: int) -> str:
+    """So many random words."""
+    return " ".join(f"w{rng.choice(WORDS)}" for _ in range(rng.randint(least, most)))
+
+
+def _rows(
+    count: int,
+    row: Callable[[random.Random, int], dict[str, Any]],
+    images: Sequence[int] = (1, 0, 2, 1),
+) -> Dataset:
+    """Rows with so many images each, again and again."""
+    rng = random.Random(0)
+    rows = []
+    for index in range(count):
+        pictures = [picture(rng) for _ in range(images[index % len(images)])]
+        rows.append({"images": pictures, **row(rng, len(pictures))})
+    return Dataset.from_list(rows)
+
+
+def _with_pictures(text: str, images: int) -> str:
+    return " ".join([PICTURE] * images + [text])
+
+
+def texts(count: int) -> Dataset:
+    """Images, and words after them."""
+    return _rows(count, lambda rng, images: {"text": _with_pictures(words(rng, 2, 20), images)})
+
+
+def completions(count: int) -> Dataset:
+    """Prompts with images, and completions."""
+
+    def row(rng: random.Random, images: int) -> dict[str, Any]:
+        prompt = _with_pictures(words(rng, 2, 6), images)
+        return {"prompt": prompt + " ", "completion": words(rng, 2, 20)}
+
+    return _rows(count, row)
+
+
+def talks(count: int) -> Dataset:
+    """Conversations with images in the first message."""
+
+    def row(rng: random.Random, images: int) -> dict[str, Any]:
+        asked = {"role": "user", "content": words(rng, 2, 6)}
+        return {"messages": [asked, {"role": "assistant", "content": words(rng, 2, 20)}]}
+
+    return _rows(count, row)
+
+
+def pairs(count: int) -> Dataset:
+    """Prompts with images, and a chosen and a rejected completion."""
+
+    def row(rng: random.Random, images: int) -> dict[str, Any]:
+        return {
+            "prompt": _with_pictures(words(rng, 2, 6), images) + " ",
+            "chosen": words(rng, 2, 20),
+            "rejected": words(rng, 2, 12),
+        }
+
+    return _rows(count, row)
+
+
+def labelled(count: int) -> Dataset:
+    """Prompts with images, and a completion that is good or bad."""
+
+    def row(rng: random.Random, images: int) -> dict[str, Any]:
+        prompt = _with_pictures(words(rng, 2, 6), images) + " "
+        return {"prompt": prompt, "completion": words(rng, 2, 20), "label": rng.random() < 0.5}
+
+    return _rows(count, row)
+
+
+def prompts(count: int) -> Dataset:
+    """Prompts with images alone. All have some: a rank whose samples have none waits for the
+    others in TRL's log of images."""
+
+    def row(rng: random.Random, images: int) -> dict[str, Any]:
+        return {"prompt": [{"role": "user", "content": words(rng, 2, 6)}]}
+
+    return _rows(count, row, images=(1, 2))
+
+
+# ---- cases
+
 
 pytestmark = pytest.mark.processes
 
@@ -48,7 +194,7 @@ def assert_alike(apart: Difference) -> None:
 
 
 def sft(data: Any, **settings: Any) -> SftCase:
-    """A case of SFTTrainer on some of the data of `vision_processor.py`."""
+    """A case of SFTTrainer on some of the data of `test_vision_trl.py`."""
     defaults = {
         "train_dataset": data(20),
         "eval_dataset": data(7),
@@ -92,7 +238,6 @@ class Whole(NamedTuple):
     case: Case
     family: str = "qwen3_vl"
     """Of `tests/hf/vision_families.py`."""
-    cap: int = FEW
 
 
 def whole(
@@ -113,8 +258,9 @@ def whole(
         evaluates=True,
         reference=not adapted,
         settings=settings,
+        flexseq={"max_tokens_per_rank": cap},
     )
-    return Whole(case, family, cap)
+    return Whole(case, family)
 
 
 def reward(completions: Any, **given: Any) -> list[float]:
@@ -157,8 +303,6 @@ def whole_run(one: Whole, folder: Path, *, ours: bool, **given: Any) -> Run:
         given.setdefault(OTHER_MODELS[kind], other)
     if kind in ("grpo", "rloo"):
         given["reward_funcs"] = reward
-    if ours:
-        given["flexseq_args"] = FlexSeqArguments(**OPTIONS | {"max_tokens_per_rank": one.cap})
     return run_case(
         one.case,
         ours,
@@ -191,12 +335,6 @@ def compare(
     return difference(stock, ours), [(len(own), sum(own)) for own in runs.values()]
 
 
-def apart_by_rank(names: list[str], folder: Path) -> list[Any]:
-    for family in {WHOLE[name].family for name in names}:
-        tiny_vision_model(family).save_pretrained(folder / family)
-    return run_cases(compare, 2, [(name, folder) for name in names], seconds=300)
-
-
 def check_case(name: str, by_rank: Any) -> None:
     kind = WHOLE[name].case.kind
     for apart, runs in by_rank:
@@ -212,16 +350,11 @@ def check_case(name: str, by_rank: Any) -> None:
             assert times == most or (kind == "grpo" and times == 1)
 
 
-def test_losses_on_whole_samples_are_those_of_the_plain_trainers(tmp_path):
-    names = ["dpo", "grpo"]
-    for name, by_rank in zip(names, apart_by_rank(names, tmp_path), strict=True):
-        check_case(name, by_rank)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in WHOLE if name not in ("dpo", "grpo")])
-def test_other_losses_on_whole_samples(tmp_path, name):
-    (by_rank,) = apart_by_rank([name], tmp_path)
+@pytest.mark.parametrize("name", others_nightly(WHOLE, tried=["dpo", "grpo"]))
+def test_losses_on_whole_samples_are_those_of_the_plain_trainers(tmp_path, name):
+    family = WHOLE[name].family
+    tiny_vision_model(family).save_pretrained(tmp_path / family)
+    (by_rank,) = run_cases(compare, 2, [(name, tmp_path)], seconds=300)
     check_case(name, by_rank)
 
 

@@ -1,13 +1,19 @@
-"""A model, documents, and what one process makes of them."""
+"""A model, documents, what one process makes of them, and steps of a loop under random plans."""
 
 import random
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
@@ -271,3 +277,70 @@ def any_choices(layers, tiles=(1,)):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlexSeqEngine, "dispatch", dispatch)
         yield
+
+
+# ---- steps of a loop under random plans
+
+
+def own_batches(examples: Any, rank: int, world_size: int) -> list[Any]:
+    """What a rank's dataloader gives: every world_size-th example, two batches of them."""
+    mine = examples[rank::world_size]
+    half = len(mine) // 2
+    collate = DataCollatorForFlexSeq()
+    return [collate(part) for part in (mine[:half], mine[half:]) if part]
+
+
+def whole(gradient: Any) -> Any:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def sharded(model: Any) -> Any:
+    """The model under FSDP2, with a unit for each layer and one for the rest."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def whole_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """All gradients, whole, by parameter name; the model has none afterwards. Collective over the
+    world."""
+    found = {name: whole(gradient) for name, gradient in taken_gradients(model).items()}
+    return {name: gradient.double() for name, gradient in found.items()}
+
+
+def random_steps(
+    engine: RandomPlanEngine, model: Any, batches: list[Any], *, ddp: Any = None, plans: int = 1
+) -> Iterator[tuple[Any, float, dict[str, torch.Tensor]]]:
+    """Yield each step of `batches` under so many random plans, one step of two batches at a time,
+    with its loss over all ranks and whole gradients; and detach the engine.
+
+    ddp: options of DDP around the model; None for a model without it.
+    """
+    wrapped = model if ddp is None else DistributedDataParallel(model, **ddp)
+    world_size = engine.communicator.world_size
+    for _ in range(plans):
+        for item in engine.steps(batches, 2):
+            loss = item.backward(wrapped).clone()  # the step reads its own again
+            if world_size > 1:
+                dist.all_reduce(loss)
+            yield item, float(loss) / world_size, whole_gradients(model)
+    engine.detach()
+
+
+def attached(model: Any, seed: int, **options: Any) -> RandomPlanEngine:
+    """An engine of random plans that the model is attached to."""
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed, **options)
+    engine.attach(model)
+    return engine
+
+
+def errors(loss: float, gradients: Any, wanted: tuple[float, Any]) -> dict[str, float]:
+    """Relative errors of a loss and of the worst gradient. wanted: both of one process."""
+    apart = relative_errors(gradients, wanted[1])
+    return {"loss": abs(loss / wanted[0] - 1), "gradients": max(apart.values())}
+
+
+def worst_of(found: Iterator[dict[str, float]]) -> dict[str, float]:
+    """The largest of each of some errors."""
+    found = list(found)
+    return {name: max(one[name] for one in found) for name in found[0]}

@@ -1,5 +1,6 @@
 """Trainers with hf_flexseq and without, on the same data, and how far apart their runs are."""
 
+import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from hf_flexseq import FlexSeqArguments, FlexSeqMixin
-from tests.hf.random_steps import whole
-from tests.hf.test_trainer import OPTIONS, dataset, logged, padded, training_arguments
-from tests.hf.tiny import VOCAB, tiny_llama
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin
+from tests.hf.plain import OPTIONS, dataset, logged, padded, training_arguments
+from tests.hf.tiny import VOCAB, tiny_llama, whole
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 CLOCKS = ("runtime", "per_second", "time", "total_flos", "flexseq/")  # parts of names of figures
@@ -45,6 +45,7 @@ def trainer_of(
     *,
     config: Any = TrainingArguments,
     flexseq: Mapping[str, Any] | None = None,
+    callback: bool = False,
     batch: int = 2,
     accumulation: int = 1,
     **settings: Any,
@@ -53,6 +54,7 @@ def trainer_of(
 
     config: class of its arguments. flexseq: options besides OPTIONS, None for the stock trainer;
     they plan a step when it runs, without a process of the planner's, unless they say otherwise.
+    callback: let FlexSeqCallback switch hf_flexseq on, in place of the mixin.
     settings: arguments of the trainer, and of its config, by their names.
     """
     own = {name for cls in base.__mro__ for name in inspect.signature(cls.__init__).parameters}
@@ -60,15 +62,40 @@ def trainer_of(
     if "model" not in given:
         given["model"] = tiny_llama()
     if flexseq is not None:
-        base = flexseq_class(base)
-        given["flexseq_args"] = FlexSeqArguments(**{**OPTIONS, "lookahead": 0, **flexseq})
+        options = FlexSeqArguments(**{**OPTIONS, "lookahead": 0, **flexseq})
+        if not callback:
+            base = flexseq_class(base)
+            given["flexseq_args"] = options
     defaults = {"optim": "sgd", "max_steps": 3, "per_device_eval_batch_size": 2}
     settings = {"batch": batch, "accumulation": accumulation, **defaults, **settings}
     given["args"] = training_arguments(config, folder, **settings)
     given = {"train_dataset": dataset(16), "data_collator": padded, **given}
     if given["data_collator"] is None:
         del given["data_collator"]  # which some trainers of TRL do not take
-    return base(**given)
+    trainer = base(**given)
+    if flexseq is not None and callback:
+        trainer.add_callback(FlexSeqCallback(trainer, options))
+    return trainer
+
+
+ZERO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "communication_data_type": "fp32",
+}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """The settings of DeepSpeed for a stage of ZeRO on CPUs, which takes no float64 parameters.
+    Make the model before: they make transformers draw other weights. Collective over the world."""
+    import deepspeed  # which takes long, and need not be installed elsewhere
+
+    deepspeed.init_distributed("gloo")
+    parts = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return copy.deepcopy(ZERO) | {"zero_optimization": parts}
 
 
 class OwnLoss(Trainer):

@@ -12,8 +12,8 @@ from tests.hf.drawn_settings.change import (
     with_own_loss,
 )
 from tests.hf.drawn_settings.options import ALL
+from tests.hf.plain import padded
 from tests.hf.test_own_losses import figures_of, focal_loss
-from tests.hf.test_trainer import padded
 
 LOSSES: dict[str, Change] = {}
 override = recorder(LOSSES, "methods")

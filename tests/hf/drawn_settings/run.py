@@ -24,7 +24,7 @@ from tests.hf.drawn_settings import sources
 from tests.hf.drawn_settings.case import CHANGES
 from tests.hf.drawn_settings.options import ON_SAMPLES
 from tests.hf.drawn_settings.verdicts import Judged, Outcome, Verdict, of_both, of_refusal
-from tests.hf.test_trainer import float64_loss, training_arguments
+from tests.hf.plain import float64_loss, training_arguments
 from tests.hf.trainers import weights_of, word_tokenizer
 from tests.ranks import run_ranks
 

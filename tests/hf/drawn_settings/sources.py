@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from tests.hf.objectives import word_tokenizer, words_of
-from tests.hf.test_trainer import padded
+from tests.hf.plain import padded
 from tests.hf.tiny import VOCAB, documents, tiny_gpt2, tiny_llama, tiny_model
 
 TARGETS = 6  # of each sequence that is evaluated, so that a mean of batches is one over all tokens
