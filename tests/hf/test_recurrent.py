@@ -7,6 +7,7 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.hf.model import recurrent
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.kernels.choose import choose_kernel
@@ -154,6 +155,41 @@ NO_HEADS = {"attention_hidden_size": 32, "num_attention_heads": None}
 def test_models_whose_recurrent_layers_are_refused(name, config, message):
     with refused(f"{name}ForCausalLM: .*{message}"):
         check_model(meta_model(name, **config))
+
+
+def with_a_wider_convolution(self, config, layer_idx, original=modeling_bamba.BambaMixer.__init__):
+    original(self, config, layer_idx)
+    self.conv1d = torch.nn.Conv1d(96, 96, kernel_size=6, groups=96, padding=5)
+
+
+def hides_its_scan(self, hidden_states, **kwargs):
+    return hidden_states
+
+
+def without_the_scan(kind, known=recurrent._functions_of):
+    return tuple(one for one in known(kind) if one[1] == "causal_conv1d_fn")
+
+
+MIXER = modeling_bamba.BambaMixer
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "planted", "message"),
+    [
+        (MIXER, "__init__", with_a_wider_convolution, "layer 0 computes width=6, but .* width=4"),
+        (MIXER, "forward", hides_its_scan, "layer 0 does not call .* of a mamba2 layer"),
+        (recurrent, "_functions_of", without_the_scan, "layer 0 computes kind=convolution, b"),
+    ],
+)
+def test_mixers_that_contradict_the_configuration(monkeypatch, cls, name, planted, message):
+    def scans(x, *args, seq_ctx=None, **kwargs):
+        return x
+
+    monkeypatch.setattr(cls, name, planted)
+    if cls is recurrent:
+        monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", scans)
+    with refused(message):
+        check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
 
 
 @pytest.mark.parametrize(
