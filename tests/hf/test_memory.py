@@ -1,7 +1,9 @@
 """Whatever a plan chooses for activations, loss and gradients are those of one process, and what
 is chosen is done: where tensors are between forward and backward, and how often attention runs."""
 
+import os
 import random
+import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer import sft_trainer as sft_module
 
@@ -311,3 +314,41 @@ def test_a_budget_that_does_not_suffice_ends_training_in_one_line(tmp_path):
     with noted_stores() as stores, refused("need more than host_memory_gib=2e-05", HostMemoryFull):
         trained(tmp_path, **options, host_memory_gib=2e-5)
     assert stores[0].held_bytes == 0
+
+
+# ---- how long a store lives
+
+
+def files_and_threads():
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+@pytest.mark.slow
+def test_fifty_steps_hold_no_more_than_the_first_and_the_end_frees_it(tmp_path):
+    held = []
+
+    class Notes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            store = trainer.flexseq.whole_model.layers.store
+            held.append((store.held_bytes, store.used_bytes, *files_and_threads()))
+            if state.global_step == 51:
+                raise KeyError("in the middle")
+
+    trainer = flexseq_trainer(
+        tmp_path,
+        batch=1,
+        max_steps=100,
+        lookahead=0,
+        max_tokens_per_rank=64,
+        callbacks=[Notes()],
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"offload": True},
+    )
+    with noted_stores() as stores, pytest.raises(KeyError, match="in the middle"):
+        trainer.train()
+    assert len(held) == 51
+    assert set(held[1:]) == {held[1]}
+    assert held[1][0] > held[1][1] == 0
+    (store,) = stores
+    assert store.held_bytes == 0
+    assert not trainer.flexseq.is_attached
