@@ -92,9 +92,11 @@ def save(training: "Training", folder: Path) -> Path:
 
 
 def save_model(model: Any, path: Path) -> None:
-    """Save a model. transformers mixes up rows of Kimi Linear when it shards a checkpoint in its
-    published form, so that those of this one are not divided."""
-    model.save_pretrained(path, save_original_format="KimiLinear" not in type(model).__name__)
+    """Save a model. Of a checkpoint in its published form, transformers mixes up rows of Kimi
+    Linear when it shards it, so that those of this one are not divided; and it fails to shard
+    that of Lara Mini."""
+    is_published = not type(model).__name__.startswith(("KimiLinear", "LaraMini"))
+    model.save_pretrained(path, save_original_format=is_published)
 
 
 def spread(
