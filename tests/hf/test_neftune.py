@@ -7,15 +7,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
+from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 from tests.differential.case import Case, make_trainer
 from tests.differential.runs import run, stock_run
+from tests.hf import objectives
 from tests.hf.plain import dataset, float64_loss
-from tests.hf.trainers import assert_logged_alike, trained, weights_apart
+from tests.hf.test_exactness import LENGTHS
+from tests.hf.tiny import (
+    RandomPlanEngine,
+    documents,
+    own_batches,
+    random_steps,
+    sharded,
+    tiny_llama,
+)
+from tests.hf.trainers import assert_logged_alike, distance, trained, weights_apart
 from tests.ranks import run_cases
 
 ALPHA, SEED = 5.0, 42
@@ -141,3 +154,47 @@ def test_a_resumed_run_has_the_same_noise_and_an_evaluation_has_none(tmp_path):
         losses.append(each.evaluate(data)["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert trainer.args.neftune_noise_alpha == ALPHA
+
+
+def gradients(rank, world_size, kind, seed, alpha):
+    """Gradients of one step under a random plan, by name."""
+    model = tiny_llama(torch.float64)
+    if kind == "adapter":
+        layers = ["q_proj", "embed_tokens"]
+        config = LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
+        model = get_peft_model(model, config).double()
+    if kind == "fsdp2":
+        sharded(model)
+    engine = RandomPlanEngine(Accelerator(cpu=True), seed)
+    if alpha is not None:
+        engine.settings = ModelSettings(noise=(alpha, SEED))
+    engine.attach(model.train())
+    ddp = None if kind == "fsdp2" else {}
+    batches = own_batches(documents(LENGTHS), rank, world_size)
+    ((_, _, found),) = random_steps(engine, model, batches, ddp=ddp)
+    return {name: gradient.numpy() for name, gradient in found.items()}
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_sharded_models_and_adapters_on_embeddings_have_the_same_noise(tmp_path):
+    kinds = [("ddp", 1, ALPHA), ("fsdp2", 2, ALPHA), ("ddp", 2, None)]
+    kinds += [("adapter", 1, ALPHA), ("adapter", 3, ALPHA), ("adapter", 3, None)]
+    found = [by_rank[0] for by_rank in run_cases(gradients, 2, kinds)]
+    for first, second, quiet in (found[:3], found[3:]):
+        assert distance(first, second) < 1e-10 * distance(first, quiet)
+
+
+def pairs_run(rank, world_size, folder, alpha, cap):
+    options = {"settings": {"neftune_noise_alpha": alpha}, "flexseq": {"max_tokens_per_rank": cap}}
+    return objectives.run_case(objectives.Case(kind="dpo", steps=2, **options), True, folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_pairs_have_the_same_noise_in_all_passes_of_any_plan(tmp_path):
+    objectives.save_inputs(tmp_path)
+    cases = [(tmp_path, ALPHA, 30), (tmp_path, ALPHA, 300), (tmp_path, None, 300)]
+    split, whole, quiet = (by_rank[0] for by_rank in run_cases(pairs_run, 2, cases))
+    assert weights_apart(whole, split) < 1e-6
+    assert weights_apart(whole, quiet) > 1e-3
