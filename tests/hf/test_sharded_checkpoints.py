@@ -305,6 +305,29 @@ def test_adapters_on_a_sharded_model_go_on(models, tmp_path):
         assert error_of(before, whole_run[0], other) < 1e-6
 
 
+def best(rank, ranks, models, folder):
+    """Trained with a rate at which it gets worse. The losses of evaluations, and after the best
+    model is loaded, and its checkpoint."""
+    options = {"learning_rate": 10.0, "load_best_model_at_end": True, "max_steps": 3}
+    for what in ("eval", "save"):
+        options |= {f"{what}_strategy": "steps", f"{what}_steps": 1}
+    model = loaded(models / "experts", "experts", EP2)
+    data = documents([5, 9, 13, 8])
+    trainer = trainer_of(model, folder, ranks, eval_dataset=data, **options)
+    trainer.train()
+    losses = logged(trainer.state.log_history, "eval_loss")
+    return losses, trainer.evaluate()["eval_loss"], trainer.state.best_model_checkpoint
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_the_best_model_is_loaded_at_the_end(models, tmp_path):
+    for losses, again, checkpoint in run_ranks(best, 2, models, tmp_path):
+        assert min(losses) < max(losses)
+        assert again == pytest.approx(min(losses), rel=1e-6)
+        assert checkpoint.endswith(f"checkpoint-{1 + losses.index(min(losses))}")
+
+
 # ---- the constructor
 
 
