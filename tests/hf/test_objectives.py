@@ -8,15 +8,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import datasets
+import numpy as np
 import pytest
 import torch
-from transformers import Trainer
-from trl import DistillationConfig, DistillationTrainer, DPOTrainer
+from datasets import load_from_disk
+from transformers import Trainer, TrainerCallback
+from trl import DistillationConfig, DistillationTrainer, DPOTrainer, GRPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
 from hf_flexseq.hf.model.loss_kinds import unsuitable_distillation
 from tests.budget import others_nightly
+from tests.differential.runs import begin_anew
 from tests.hf.objectives import (
     BOUNDS,
     FLOAT32_BOUND,
@@ -32,7 +35,14 @@ from tests.hf.objectives import (
 from tests.hf.plain import logged
 from tests.hf.test_resume import KilledAfter
 from tests.hf.tiny import VOCAB, noting_figures, refused, tiny_llama
-from tests.hf.trainers import difference, distance, trained, trainer_of, word_tokenizer
+from tests.hf.trainers import (
+    difference,
+    distance,
+    flexseq_class,
+    trained,
+    trainer_of,
+    word_tokenizer,
+)
 from tests.ranks import run_cases, run_ranks
 from tests.versions import reads_log_probabilities
 
@@ -234,6 +244,64 @@ def test_logits_of_classes_are_float32_under_mixed_precision(tmp_path):
     assert trainer.found == (torch.float32, torch.float32)
 
 
+# ---- other models between steps
+
+
+# two sequences of 3 and 2 tokens, one of them padded
+IDS = torch.tensor([[5, 6, 7], [8, 9, 0]])
+PADDED = {"input_ids": IDS, "attention_mask": IDS.sign(), "labels": IDS}
+
+
+class BetweenSteps(TrainerCallback):
+    """After each step asks the reference or the teacher for a loss, after it has been given
+    another attention; and evaluates another set, if there is one."""
+
+    def __init__(self, attention, others=None):
+        self.attention, self.others, self.found = attention, others, []
+
+    def on_step_end(self, args, state, control, **given):
+        other = getattr(self.trainer, "teacher_model", None) or self.trainer.ref_model
+        if self.attention is not None:
+            self.trainer.accelerator.unwrap_model(other).set_attn_implementation(self.attention)
+        with torch.no_grad():
+            self.found.append(float(other(**PADDED).loss))
+        if self.others is not None:
+            self.found.append(self.trainer.evaluate(load_from_disk(self.others))["eval_loss"])
+
+
+def asked_between_steps(rank, world_size, folder, kind, attention, others, settings):
+    """Stock and ours: how far apart, and what each has found between its steps."""
+    datasets.disable_progress_bars()
+    case = Case(kind=kind, steps=2, settings=settings, flexseq={"max_tokens_per_rank": 32})
+    runs, found = [], []
+    for is_ours in (False, True):
+        asks = BetweenSteps(attention, others)
+        begin_anew(5)
+        asks.trainer = make_trainer(case, is_ours, folder, callbacks=[asks])
+        runs.append(trained(asks.trainer))
+        found.append(asks.found)
+    return difference(*runs), *found
+
+
+@reads_log_probabilities
+@pytest.mark.processes
+def test_other_models_have_their_own_attention_between_steps(tmp_path):
+    save_inputs(tmp_path)
+    precomputed = {"precompute_ref_log_probs": True, "per_device_eval_batch_size": 2}
+    cases = [
+        ("kto", "eager", None, {}),
+        ("grpo", None, None, {}),
+        ("distillation", "sdpa", None, {}),
+        ("dpo", None, str(tmp_path / "pairs-6"), precomputed),
+    ]
+    by_case = run_cases(asked_between_steps, 2, [(tmp_path, *case) for case in cases], seconds=200)
+    for (kind, *_), by_rank in zip(cases, by_case, strict=True):
+        for apart, wanted, found in by_rank:
+            assert apart.weights < BOUNDS[kind], kind
+            assert len(found) >= 2
+            assert found == pytest.approx(wanted, rel=1e-6), kind
+
+
 # ---- the model afterwards
 
 
@@ -307,6 +375,59 @@ def test_a_second_training_goes_on_with_samples_of_the_first(tmp_path):
     save_inputs(tmp_path)
     apart = difference(trained_twice(False, tmp_path), trained_twice(True, tmp_path))
     assert_alike(apart, weights=FLOAT32_BOUND)
+
+
+class CountsPlans(TrainerCallback):
+    """Notes how many steps have been given to the planner when a step ends."""
+
+    def __init__(self):
+        self.counts = []
+        self.engine = None
+
+    def on_step_end(self, args, state, control, **given):
+        self.counts.append(self.engine._training._next_request)
+
+
+def planned(folder, lookahead, cls=True):
+    """Plans given to the planner when each step ends, and the weights after training."""
+    counts = CountsPlans()
+    case = replace(SPANNING, lookahead=lookahead)
+    trainer = make_trainer(case, cls, folder, callbacks=[counts])
+    counts.engine = trainer.flexseq
+    return trained(trainer).weights, counts.counts
+
+
+class CutsShort(GRPOTrainer):
+    """Leaves out the last token of the completions of every third batch."""
+
+    def _prepare_inputs(self, batch):
+        inputs = super()._prepare_inputs(batch)
+        if self._step % 3:
+            return inputs
+        mask = inputs["completion_mask"].clone()
+        mask[:, -1] = 0
+        return {**inputs, "completion_mask": mask}
+
+
+@pytest.mark.processes
+def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
+    save_inputs(tmp_path)
+    by_class = []
+    # with the first step of four two more, and the last when that one ends; but once step 1 was
+    # found to be another one than the samples said, no step is planned before it comes
+    for cls, wanted in (
+        (True, [4, 4, 4, 4, 8, 8]),
+        (flexseq_class(CutsShort), [4, 5, 6, 7, 8, 9]),
+    ):
+        in_place, counts = planned(tmp_path, 0, cls)
+        assert cls is not True or counts == [1, 2, 3, 4, 5, 6]
+        ahead, counts = planned(tmp_path, 2, cls)
+        assert counts == wanted
+        for name, weights in in_place.items():
+            assert np.array_equal(weights, ahead[name])
+        by_class.append(ahead)
+    plain, cut = by_class
+    assert any(not np.array_equal(cut[name], plain[name]) for name in cut)
 
 
 # ---- TRL's DistillationTrainer
