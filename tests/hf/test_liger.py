@@ -24,10 +24,12 @@ from hf_flexseq.hf.model import liger as liger_module
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.liger import LOSSES, liger_kernels
 from hf_flexseq.hf.trainer import checks as refusals
+from tests.hf import objectives
 from tests.hf.test_checks import fresh_accelerate, make_trainer  # noqa: F401
 from tests.hf.test_exactness import gradients_under_random_plans
 from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import any_choices, refused, tiny_llama
+from tests.hf.trainers import weights_apart
 from tests.kernels import interpreter
 from tests.ranks import run_cases
 
@@ -124,6 +126,21 @@ def test_a_trainer_s_losses_are_those_without_liger_and_again_when_it_trains_on(
     again = [each.state.log_history[-2]["loss"] for each in (stock, trainer)]
     assert again[1] == pytest.approx(again[0], rel=FLOAT32)
     assert trainer.args.use_liger_kernel
+
+
+@pytest.mark.kernels
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_pairs_and_their_reference_have_the_weights_without_liger(monkeypatch, tmp_path):
+    pytest.importorskip("liger_kernel", reason=INSTALL)
+    interpreter.liger(monkeypatch)
+    objectives.save_inputs(tmp_path)
+    runs = []
+    for settings in ({}, {"use_liger_kernel": True}):
+        options = {"flexseq": {"max_tokens_per_rank": 300}, "settings": settings}
+        case = objectives.Case(kind="dpo", steps=1, batch=1, dtype=torch.float32, **options)
+        runs.append(objectives.run_case(case, True, tmp_path))
+    assert weights_apart(*runs) < FLOAT32
 
 
 # ---- without the package
