@@ -59,10 +59,16 @@ class ErrorCapture:
 
         The error names the first rank that failed, its task (`doing`), and its cause; on a rank
         that failed its own error is the cause of it. Where all ranks have failed alike each raises
-        its own error, as it is.
+        its own error, as it is; so does a rank that the others do not answer, which may wait for
+        it somewhere else.
         """
         own = None if self.error is None else _report(self.error)
-        reports = gather(own)
+        try:
+            reports = gather(own)
+        except RuntimeError as lost:
+            if self.error is None:
+                raise
+            raise self.error from lost
         failed = [rank for rank, report in enumerate(reports) if report is not None]
         if not failed:
             return

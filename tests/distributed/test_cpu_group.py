@@ -14,6 +14,7 @@ import torch
 from hf_flexseq.distributed import gloo_cpu_group
 from hf_flexseq.distributed.agreement import CAUSE_CHARACTERS, ErrorCapture
 from hf_flexseq.distributed.connect import connect
+from hf_flexseq.distributed.transport import LostRank
 from tests.ranks import be_silent, give_up, join, run_ranks, run_threads
 
 LOST, TIMEOUT_S = 2, 1
@@ -191,3 +192,18 @@ def test_nothing_is_raised_where_nobody_failed():
 def test_ranks_that_failed_alike_raise_their_own_errors():
     with pytest.raises(KeyError, match="^'labels'$"):
         run_threads(attempts, 2, {rank: KeyError("labels") for rank in range(2)})
+
+
+def test_a_rank_that_nobody_answers_raises_its_own_error():
+    lost = LostRank("rank 1 did not answer")
+
+    def unanswered(value):
+        raise lost
+
+    for own in (None, ValueError("no labels")):
+        with ErrorCapture() as trying:
+            if own is not None:
+                raise own
+        with pytest.raises((LostRank, ValueError)) as raised:
+            trying.raise_on_all_ranks(unanswered, "trying it")
+        assert raised.value is (own or lost)

@@ -54,7 +54,7 @@ def test_no_draw_differs_in_silence(seeds, least_equal):
 
 # ---- one change alone, or some together
 
-TOKENS = "a loss from tokens or labels that its batch does not have"
+TOKENS = "(computes a loss from|a loss gets) (tokens or )?labels that its batch does not have"
 LOGITS = r"asks for outputs\.logits.*flexseq_figures"
 IGNORED = "get_batch_samples would be ignored"
 GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
@@ -87,6 +87,8 @@ LOGGED = ("normed backward hook", "logs gradients between", "zeroes gradients be
 OWN = "compute_loss_func"
 SAID_OF_SOME = {
     ("prepares labels", OWN): None,
+    ("labels masked", OWN): None,
+    ("labels in place", OWN): TOKENS,
     ("first token replaced", OWN): TOKENS,
     ("training step drops a step", OWN): GRADIENTS,
     ("penalty", "gradients scaled"): None,

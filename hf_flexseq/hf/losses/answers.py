@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import LoaderState, as_drawn
 from hf_flexseq.hf.losses.heads import BATCHES, Head
+from hf_flexseq.hf.losses.outputs import PlannedOutput
 from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model, layer_calls
@@ -157,19 +159,28 @@ class Answers:
     @contextmanager
     def on_batch(self, batch: Any) -> Iterator[None]:
         """Surround the loss of one batch, which is prepared already and is not prepared again, and
-        whose labels the Trainer may withhold from the model."""
-        labels, own = self._labels, vars(self._trainer)
-        former, prepare = own.get("_prepare_inputs"), self._trainer._prepare_inputs
-        own["_prepare_inputs"] = lambda given: given if given is batch else prepare(given)
+        whose labels the Trainer may withhold from the model and give to a function alone."""
+        prepare = self._trainer._prepare_inputs
+        patches: dict[str, Any] = {
+            "_prepare_inputs": lambda given: given if given is batch else prepare(given)
+        }
+        function = getattr(self._trainer, "compute_loss_func", None)
+        if function is not None:
+
+            def on_labels(outputs: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                if isinstance(outputs, PlannedOutput):
+                    outputs = outputs.masked_by(labels)
+                return function(outputs, labels, *args, **kwargs)
+
+            patches["compute_loss_func"] = on_labels
+        former = self._labels
         if self._head.is_own:
             self._labels = batch.get("labels")
         try:
-            yield
+            with Patch(self._trainer, **patches):
+                yield
         finally:
-            self._labels = labels
-            del own["_prepare_inputs"]
-            if former is not None:
-                own["_prepare_inputs"] = former
+            self._labels = former
 
     def _paused(self) -> bool:
         return self._is_paused

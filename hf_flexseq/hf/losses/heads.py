@@ -153,7 +153,7 @@ class LogProbabilities:
         fields = _fields(call, of_tokens, given)
         if self.is_own and not given.get("fused_lm_head"):
             names = ("loss", "log_probs", "entropy", "label_mask")
-            return PlannedOutput(**{name: fields[name] for name in names})
+            return PlannedOutput.of(call, **{name: fields[name] for name in names})
         if given.get(OPTION):
             assert self._router is not None, "the head is attached while calls are answered"
             facts = self._router.facts
@@ -270,7 +270,7 @@ class TokenFigures:
         means = fields.pop(MEANS, None)
         if self._router is not None:
             fields["loss"] = fields["loss"] + self._share(figures, given)
-        output = PlannedOutput(**fields)
+        output = PlannedOutput.of(call, **fields)
         if means is not None:
             output[MEANS] = means
         for name in figures.keys() - {*of_labels, *OF_STEP}:

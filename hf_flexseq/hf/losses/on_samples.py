@@ -202,6 +202,9 @@ class LossOnSamples(StepLoss):
             return
         with ErrorCapture() as computing:
             losses.compute(figures, items, run, self.drawing.loader_state)
+        if computing.error is not None:  # others may wait for this rank inside their losses
+            rank = self._engine.communicator.rank
+            logger.error("the loss fails on rank %d: %s", rank, computing.error)
         gather = self._engine.communicator.cpu_group.gather_values
         computing.raise_on_all_ranks(gather, "computing the loss")
 

@@ -1,11 +1,15 @@
 """Outputs that a loss of the user's own gets from a causal language model whose tokens are
 elsewhere."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
+
+from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.steps.calls import ModelCall
 
 MEANS = "mean_log_probs"
 """Means of all log-probabilities of a token, [batch, tokens - 1], where labels are smoothed."""
@@ -33,6 +37,32 @@ class PlannedOutput(ModelOutput):
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     label_mask: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, call: ModelCall, **fields: Any) -> "PlannedOutput":
+        """Return the output of a call, with these fields."""
+        output = cls(**fields)
+        output._targets = call.targets[:, :-1]
+        return output
+
+    def masked_by(self, labels: torch.Tensor) -> "PlannedOutput":
+        """Return the output for labels [batch, tokens] of which some were masked after the model's
+        call. Raises NotImplementedError for other labels than those of the call."""
+        targets = labels[:, 1:]
+        if torch.equal(targets, self._targets):
+            return self
+        masked = targets == IGNORE_INDEX
+        if not torch.equal(targets, self._targets.masked_fill(masked, IGNORE_INDEX)):
+            raise NotImplementedError(
+                "a loss gets labels that its batch does not have: change them in _prepare_inputs, "
+                "in the data_collator or in the dataset"
+            )
+        output = copy.copy(self)
+        output["loss"] = None  # as of a call without labels
+        for name in ("log_probs", "entropy", MEANS, "label_mask"):
+            if name in output:
+                output[name] = output[name].masked_fill(masked, 0)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         """Refuse attributes that a model's output might have; called for missing ones alone."""
@@ -76,8 +106,9 @@ class PlannedSmoother:
         shift_labels: bool = False,
         num_items_in_batch: Any = None,
     ) -> torch.Tensor:
-        """Return the loss of outputs of the model, a scalar. labels: those that the outputs are
-        of; `shift_labels` changes nothing."""
+        """Return the loss of outputs of the model, a scalar. labels: as in
+        `PlannedOutput.masked_by`; `shift_labels` changes nothing."""
+        outputs = outputs.masked_by(labels)
         assert outputs.log_probs is not None, "an answered call has labels"
         assert outputs.label_mask is not None, "an answered call has labels"
         items = num_items_in_batch
