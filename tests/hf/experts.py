@@ -92,9 +92,8 @@ def save(training: "Training", folder: Path) -> Path:
 
 
 def save_model(model: Any, path: Path) -> None:
-    """Save a model. Of a checkpoint in its published form, transformers mixes up rows of Kimi
-    Linear when it shards it, so that those of this one are not divided; and it fails to shard
-    that of Lara Mini."""
+    """Save a model: in its published form unless transformers cannot shard that one when it loads
+    it, as it mixes up rows of Kimi Linear and fails on Lara Mini."""
     is_published = not type(model).__name__.startswith(("KimiLinear", "LaraMini"))
     model.save_pretrained(path, save_original_format=is_published)
 
