@@ -154,10 +154,10 @@ def _written(value: Any, hint: Any) -> Any:
 
 def _read(name: str, value: Any, hint: Any) -> Any:
     """Return the value of a field from JSON values, for the constructor to check."""
-    kind, inner, _, _ = _parts(hint)
+    kind, inner, _, is_optional = _parts(hint)
     if kind is tuple:
         return tuple(_read(name, one, of_one) for one, of_one in _each(name, value, inner))
-    if value is None or not hasattr(kind, "from_record"):
+    if not hasattr(kind, "from_record") or (value is None and is_optional):
         return value
     try:
         return kind.from_record(value)

@@ -8,6 +8,7 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
+from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.tiny import tiny_llama
 
@@ -82,3 +83,10 @@ def test_room_counts_what_is_whole_during_a_step(ranks, mixed, whole_bytes):
     memory_limit = room_bytes(cost, stage, sharded_over=ranks, mixed=mixed)[0]
     wanted = state * (whole_bytes + 12 / ranks) / 16
     assert cost.budget_bytes - memory_limit == pytest.approx(wanted, abs=2)
+
+
+def test_a_stage_that_a_file_leaves_out_is_named():
+    record = cost_of(2).to_record()
+    record["stages"][1] = None
+    with pytest.raises(ValueError, match="stages, not the cost of a stage: expected a JSON obj"):
+        PipelineCost.from_record(record)
