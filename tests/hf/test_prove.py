@@ -196,6 +196,9 @@ TITLES = {
 }
 
 
+NOT_IN_SHARDS = "Qwen3VLMoeForConditionalGeneration"  # transformers cannot load it so
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("name", others_nightly(list(TITLES), tried=["LlamaForCausalLM"]))
 def test_a_sound_model_is_proven_on_two_ranks(name):
@@ -206,7 +209,7 @@ def test_a_sound_model_is_proven_on_two_ranks(name):
         assert record["steps"][title]["holds"]
     shown = page.page_of(json.loads(json.dumps(record)))
     assert shown.endswith("\nPROVEN")
-    assert "which has not run" not in shown
+    assert ("which has not run" in shown) == (name == NOT_IN_SHARDS)
     without = {**record, "steps": record["steps"] | {MEMORY: {"not_run": "it is refused"}}}
     shown = page.page_of(without)
     assert f"\nnot proven: {MEMORY}, which has not run\n" in shown
