@@ -11,8 +11,10 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.pipeline.planning.plan import Action, Chunk, PipelinePlan, parse, text
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
 from hf_flexseq.plan import Group, Plan, check, widest_first
+from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.plan.units import Unit
 from tests.budget import examples, for_seeds
 from tests.plans import group, plan_of_groups, random_plan
 
@@ -292,3 +294,14 @@ def test_groups_across_half_nodes_are_refused():
     check(plan((8,), (0, 4, 0)), two_nodes)
     with pytest.raises(ValueError, match="2 x 2"):
         check(plan((8,), (1, 3, 0)), two_nodes)
+
+
+def test_facts_reach_another_process_as_they_are():
+    units = [Unit.of([(-1, 5), (0, 2), (0, 3)], [(1, 1), (2, 2)])]
+    for facts in (StepFacts(units=units, later_pairs={3: 7}, held_tokens=9), StepFacts()):
+        record = json.loads(json.dumps(facts.to_record()))
+        assert StepFacts.from_record(record).arguments == {
+            name: list(value) if name == "units" else value
+            for name, value in facts.arguments.items()
+        }
+        assert bool(record) == bool(facts)
