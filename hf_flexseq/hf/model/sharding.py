@@ -52,6 +52,24 @@ def zero_stage(model: nn.Module, accelerator: Accelerator) -> int:
     return 0
 
 
+def gather_experts_at_once(model: nn.Module, accelerator: Accelerator) -> None:
+    """Have ZeRO-3 gather all parameters of a layer's experts at once. Called before accelerate
+    prepares the model.
+
+    DeepSpeed decides by counts of module calls when it frees parameters. Experts that run one by
+    one call their activation once per chosen expert, and ranks choose others: one rank would
+    gather parameters again that another has kept, and both would wait for ever.
+    """
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if not is_deepspeed or zero_stage(model, accelerator) < 3:
+        return
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):  # as transformers names them
+            set_z3_leaf_module(module, True)
+
+
 def is_fully_sharded(model: nn.Module, accelerator: Accelerator) -> bool:
     """Tell whether FSDP shards the model: by accelerate, by transformers, or by the user."""
     if accelerator.distributed_type == DistributedType.FSDP:

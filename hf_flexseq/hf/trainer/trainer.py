@@ -61,6 +61,7 @@ from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.compiled_regions import leave_others_uncompiled
 from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss_kinds import has_own_loss, is_objective, is_on_samples
+from hf_flexseq.hf.model.sharding import gather_experts_at_once
 from hf_flexseq.hf.trainer.checkpoint_forms import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.checks import check_loss_of_model, check_trainer
 from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS
@@ -153,6 +154,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         # Of models whose class says otherwise, a head that divides by the step's items was found.
         if not is_classifier(base):
             self.model_accepts_loss_kwargs = True
+        gather_experts_at_once(self.model, self.accelerator)
         self._choose_collators()
         self._flexseq_log = TrainerLog(self, options.cost_model)
         self._flexseq_log.say_remarks()
