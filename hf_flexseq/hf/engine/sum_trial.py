@@ -238,9 +238,9 @@ class TwoSequences:
         hidden: list[torch.Tensor] = []
 
         def keep(module: nn.Module, args: Any, outputs: Any) -> None:
-            last = outputs[0]
-            if isinstance(last, torch.Tensor) and last.is_floating_point():
-                hidden[:] = [last.flatten(0, -2).double()]
+            last = outputs[0]  # of a model without a part of its own below its head: maybe a loss
+            if isinstance(last, torch.Tensor) and last.dim() == 3:
+                hidden[:] = [last.flatten(0, 1).double()]
 
         with ExitStack() as around:
             around.enter_context(torch.no_grad())
