@@ -28,6 +28,8 @@ DRAWS, PER_JOB = 300, 15
     [
         # of several trainers, and of each way
         pytest.param((1, 7, 8, 19), 3, id="few"),
+        # once other results in silence, or an error that was no refusal
+        pytest.param((306, 318, 328, 570, 733), 1, id="mended", marks=pytest.mark.nightly),
         *(
             pytest.param(
                 range(first, first + PER_JOB),
