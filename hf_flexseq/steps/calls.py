@@ -155,14 +155,13 @@ class ModelCall:
 
     def covers(self, other: "ModelCall") -> bool:
         """Tell if another call asks the same of the same tokens, but for labels that it masks."""
-        masked = other.targets == IGNORE_INDEX
         return (
             self.ids.device == other.ids.device
             and torch.equal(self.ids, other.ids)
             and self.lengths == other.lengths
             and torch.equal(self.positions_in_row().cpu(), other.positions_in_row().cpu())
             and torch.equal(self.mask, other.mask)
-            and torch.equal(self.targets.masked_fill(masked, IGNORE_INDEX), other.targets)
+            and differ_by_masks(self.targets, other.targets)
             and _are_equal(self.types, other.types)
             and _are_equal(self.images, other.images)
         )
@@ -197,6 +196,13 @@ def types_in(given: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tens
     their names in the batch."""
     found = {name: given.get(prefix + name) for name in TYPES}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def differ_by_masks(targets: torch.Tensor, given: torch.Tensor) -> bool:
+    """Tell if `given` are `targets`, each [B, S], some of them masked."""
+    if given.shape != targets.shape:
+        return False
+    return torch.equal(targets.masked_fill(given == IGNORE_INDEX, IGNORE_INDEX), given)
 
 
 def _are_equal(some: Images, others: Images) -> bool:

@@ -1,5 +1,6 @@
 """The cost of a whole model on its ranks, and the planners that know it.
 
+EngineSetup      the parts of an engine before it has seen a model
 ModelPlanning    the cost model, the tokens that memory leaves room for, FSDP2's figures
 """
 

@@ -84,7 +84,7 @@ class Found(NamedTuple):
     value: float
 
     hidden: torch.Tensor | None
-    """The model's last hidden states, [tokens, width]; None without any."""
+    """The model's last hidden states, [tokens, width]; None where they are not compared."""
 
 
 class TwoSequences:
@@ -139,8 +139,8 @@ class TwoSequences:
         return None
 
     def _difference(self, value: Value, together: Found, *, pads: bool) -> str | None:
-        """Return the difference between results, in words; None without one. together: those of
-        both in one row."""
+        """Return the difference between results, in words; None without one. together: the results
+        of both in one row."""
         first = self._found(value, 0, TOKENS[:1])
         second = self._found(value, TOKENS[0], TOKENS[1:])
         # of all tokens in one row, each a sequence by itself at its own position
@@ -169,10 +169,10 @@ class TwoSequences:
         return None
 
     def _hidden_apart(self, together: Found, *parts: Found) -> float:
-        """Return how far hidden states are from those of parts, relative to their size; 0 where
-        that is unknown."""
+        """Return the distance of hidden states from the parts' hidden states, relative to their
+        size; 0 where it is unknown."""
         own = [one.hidden for one in parts if one.hidden is not None]
-        if not self._compares_hidden or together.hidden is None or len(own) < len(parts):
+        if together.hidden is None or len(own) < len(parts):
             return 0.0
         both = torch.cat(own)
         if both.shape != together.hidden.shape:
@@ -246,8 +246,9 @@ class TwoSequences:
             around.enter_context(torch.no_grad())
             if router is not None:
                 around.enter_context(router.noting())
-            hook = self._body.register_forward_hook(keep)
-            around.callback(hook.remove)
+            if self._compares_hidden:
+                hook = self._body.register_forward_hook(keep)
+                around.callback(hook.remove)
             found = float(value(self._model, inputs))
         return Found(found, hidden[0] if hidden else None)
 

@@ -9,7 +9,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.steps.calls import ModelCall
+from hf_flexseq.steps.calls import ModelCall, differ_by_masks
 
 MEANS = "mean_log_probs"
 """Means of all log-probabilities of a token, [batch, tokens - 1], where labels are smoothed."""
@@ -47,12 +47,11 @@ class PlannedOutput(ModelOutput):
 
     def masked_by(self, labels: torch.Tensor) -> "PlannedOutput":
         """Return the output for labels [batch, tokens] of which some were masked after the model's
-        call. Raises NotImplementedError for other labels than those of the call."""
+        call. Raises NotImplementedError for labels that the call did not have."""
         targets = labels[:, 1:]
         if torch.equal(targets, self._targets):
             return self
-        masked = targets == IGNORE_INDEX
-        if not torch.equal(targets, self._targets.masked_fill(masked, IGNORE_INDEX)):
+        if not differ_by_masks(self._targets, targets):
             raise NotImplementedError(
                 "a loss gets labels that its batch does not have: change them in _prepare_inputs, "
                 "in the data_collator or in the dataset"
@@ -61,7 +60,7 @@ class PlannedOutput(ModelOutput):
         output["loss"] = None  # as of a call without labels
         for name in ("log_probs", "entropy", MEANS, "label_mask"):
             if name in output:
-                output[name] = output[name].masked_fill(masked, 0)
+                output[name] = output[name].masked_fill(targets == IGNORE_INDEX, 0)
         return output
 
     def __getattr__(self, name: str) -> Any:

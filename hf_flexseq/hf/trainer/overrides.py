@@ -25,6 +25,7 @@ from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, is_objective, plain_model
+from hf_flexseq.hf.model.rehearsal import once_for_equal_models
 from hf_flexseq.hf.model.small import plain_options, small_model
 from hf_flexseq.steps.users_code import (
     is_known,
@@ -184,6 +185,7 @@ def _packs(trainer: Any) -> bool:
     return isinstance(collator, DataCollatorWithFlattening) or bool(is_free)
 
 
+@once_for_equal_models  # remarks are looked for twice, when a trainer is made and when it trains
 def _joins_documents(model: PreTrainedModel) -> bool:
     """Tell if a small model of the same kind, by transformers' own forward, has other results for
     a document behind another one. False where none can be made."""
