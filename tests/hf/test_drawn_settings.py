@@ -22,6 +22,15 @@ from tests.hf.drawn_settings.verdicts import FAILURES, Outcome, Verdict, of_both
 DRAWS, PER_JOB = 300, 15
 
 
+def a_night(count, per_job=PER_JOB):
+    """The seeds of so many draws, in jobs."""
+    marks = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+    return [
+        pytest.param(range(first, first + per_job), 3, id=f"from {first}", marks=marks)
+        for first in range(0, count, per_job)
+    ]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("seeds", "least_equal"),  # nothing is shown by draws that are all refused
@@ -32,19 +41,22 @@ DRAWS, PER_JOB = 300, 15
         pytest.param(
             (306, 318, 328, 570, 733, 1192, 1227), 1, id="mended", marks=pytest.mark.nightly
         ),
-        *(
-            pytest.param(
-                range(first, first + PER_JOB),
-                3,
-                id=f"from {first}",
-                marks=[pytest.mark.nightly, pytest.mark.timeout(3600)],
-            )
-            for first in range(0, DRAWS, PER_JOB)
-        ),
+        *a_night(DRAWS),
     ],
 )
 def test_no_draw_differs_in_silence(seeds, least_equal):
-    judged = {seed: judge(draw(seed)) for seed in seeds}
+    assert_none_differs(seeds, least_equal, sharding="")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+@pytest.mark.parametrize(("seeds", "least_equal"), a_night(60, per_job=30))
+def test_no_draw_of_a_sharded_model_differs_in_silence(seeds, least_equal, sharding):
+    assert_none_differs(seeds, least_equal, sharding)
+
+
+def assert_none_differs(seeds, least_equal, sharding):
+    judged = {seed: judge(replace(draw(seed), sharding=sharding)) for seed in seeds}
     for seed, one in judged.items():
         print(f"{seed:5d} {one.verdict.name:12s} {one.detail}")
     failed = [

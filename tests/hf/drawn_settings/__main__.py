@@ -21,13 +21,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
     parser.add_argument("--count", type=int, default=300, help="how many")
     parser.add_argument("--reduce", action="store_true", help="also find what makes a draw fail")
+    parser.add_argument("--sharding", default="", choices=("", "fsdp2", "zero3"))
     asked = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     seeds = range(asked.first, asked.first + asked.count)
     counts = Counter()
     for seed in seeds if asked.seed is None else [asked.seed]:
-        case = draw(seed)
+        case = replace(draw(seed), sharding=asked.sharding)
         judged = judge(case)
         counts[judged.verdict.name] += 1
         print(f"{seed:5d} {judged.verdict.name:12s} {judged.detail}", flush=True)
