@@ -49,8 +49,17 @@ def test_no_draw_differs_in_silence(seeds, least_equal):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
-@pytest.mark.parametrize(("seeds", "least_equal"), a_night(60, per_job=30))
+@pytest.mark.parametrize(
+    ("seeds", "least_equal", "sharding"),
+    [
+        pytest.param((21,), 1, "zero3", id="packed"),  # where rank 0 makes a small model alone
+        *(
+            pytest.param(*job.values, sharding, id=f"{sharding} {job.id}", marks=job.marks)
+            for sharding in ("fsdp2", "zero3")
+            for job in a_night(60, per_job=30)
+        ),
+    ],
+)
 def test_no_draw_of_a_sharded_model_differs_in_silence(seeds, least_equal, sharding):
     assert_none_differs(seeds, least_equal, sharding)
 

@@ -25,8 +25,8 @@ from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, is_objective, plain_model
+from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.rehearsal import once_for_equal_models
-from hf_flexseq.hf.model.small import plain_options, small_model
 from hf_flexseq.steps.users_code import (
     is_known,
     users_backward_hooks,
@@ -190,7 +190,7 @@ def _joins_documents(model: PreTrainedModel) -> bool:
     """Tell if a small model of the same kind, by transformers' own forward, has other results for
     a document behind another one. False where none can be made."""
     with suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
-        small = small_model(type(model), plain_options(model.config.to_diff_dict())).eval()
+        small = small_like(model).float().eval()
         ids = torch.arange(3, 14)[None]
         positions = torch.cat([torch.arange(6), torch.arange(5)])[None]
         alone = small(ids[:, 6:], use_cache=False).logits
