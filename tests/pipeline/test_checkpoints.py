@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.optimizer_files import SavedState
 from tests.checkpoints.test_optimizer_files import SAVED
-from tests.hf.test_trainer import update_error
+from tests.hf.plain import update_error
 from tests.hf.tiny import VOCAB
 from tests.pipeline.test_trainer import (
     FSDP,

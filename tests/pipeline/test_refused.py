@@ -6,7 +6,7 @@ from transformers import Trainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqEngine, FlexSeqMixin, FlexSeqTrainer
 from tests.hf.hybrids import make_hybrid
-from tests.hf.test_trainer import dataset, training_arguments
+from tests.hf.plain import dataset, training_arguments
 from tests.hf.tiny import tiny_llama
 
 

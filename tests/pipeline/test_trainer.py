@@ -26,8 +26,7 @@ from hf_flexseq.pipeline.trainer.mixin import PipelineMixin
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.planner.process.client import InlinePlanner
 from tests.budget import others_nightly
-from tests.hf.test_reentrant_checkpointing import without_reentrant
-from tests.hf.test_trainer import (
+from tests.hf.plain import (
     dataset,
     float64_loss,
     logged,
@@ -35,6 +34,7 @@ from tests.hf.test_trainer import (
     training_arguments,
     update_error,
 )
+from tests.hf.test_reentrant_checkpointing import without_reentrant
 from tests.hf.tiny import tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_stages import model_of as model_of_kind

@@ -13,7 +13,7 @@ from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER
 from hf_flexseq.checkpoints.optimizer import _FLAT, FOLDER, renamed_key
 from hf_flexseq.pipeline.optimizer import other_names
 from tests.checkpoints.test_optimizer_files import Planted, marks
-from tests.hf.test_trainer import update_error
+from tests.hf.plain import update_error
 from tests.pipeline.test_trainer import joined, make_trainer, model_of, saved_run
 from tests.programs import ROOT
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from hf_flexseq.distributed.transport import LostRank
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.planner.process.client import InlinePlanner
 from hf_flexseq.steps.prefetch import PrefetchedSteps
-from tests.hf.test_trainer import training_arguments
+from tests.hf.plain import training_arguments
 from tests.hf.tiny import documents, noting_figures, tiny_llama
 from tests.ranks import host_exchanges, join, run_cases, run_threads
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tests.hf.plain import logged
 from tests.hf.test_shared_prefixes import conversations
 from tests.hf.test_step_memory import RunsOut, cap_after
-from tests.hf.test_trainer import logged
 from tests.hf.test_video_parts import PART
 from tests.hf.tiny import documents, tiny_llama
 from tests.hf.vision import tiny_vision_model, vision_examples

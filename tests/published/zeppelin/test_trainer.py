@@ -8,7 +8,7 @@ import pytest
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin import remap, routes
-from tests.hf.test_trainer import (
+from tests.hf.plain import (
     dataset,
     float64_loss,
     logged,
