@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.optimizer_files import SavedState
-from tests.checkpoints.test_optimizer_files import SAVED
 from tests.hf.plain import update_error
 from tests.hf.tiny import VOCAB
 from tests.pipeline.test_trainer import (
@@ -28,6 +27,7 @@ from tests.ranks import run_cases, run_ranks
 pytestmark = pytest.mark.processes
 
 OPTIONS = {"optim": "adamw_torch", "max_steps": 2, "weight_decay": 0.1}
+SAVED = {**OPTIONS, "max_steps": 3, "batch": 1}
 STALE = (  # of earlier runs, with and without a pipeline
     "model.safetensors",
     "optimizer.pt",
