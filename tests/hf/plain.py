@@ -1,5 +1,6 @@
 """Data, arguments and losses of the plain Trainer, its runs, and trainers of planned steps."""
 
+import copy
 import inspect
 import math
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
@@ -74,6 +76,16 @@ def dataset(size=72):
     """72 is a whole number of steps in every case below; repeats that fill the last batch depend
     on the world size."""
     return documents([1 + (i * i * 7) % 60 for i in range(size)])
+
+
+class Stream(IterableDataset):
+    """Examples without a length, each a copy."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(copy.deepcopy(self.rows))
 
 
 def plain_run(folder, *, batch, loss=None, size=72, dtype=torch.float64, model=None, **options):
