@@ -16,10 +16,10 @@ from transformers import Trainer
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import without_repeats
 from tests.budget import others_nightly
-from tests.hf.plain import Stream, flexseq_trainer, float64_loss, logged, update_error
+from tests.hf.plain import Stream, flexseq_trainer, float64_loss, logged
 from tests.hf.test_mixin import tokenizer
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
-from tests.hf.trainers import trainer_of
+from tests.hf.trainers import trainer_of, update_error
 from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(21)]
