@@ -162,12 +162,13 @@ def has_output_hook(module: nn.Module) -> bool:
     return any(_of_user(hooks) for hooks in kinds)
 
 
-def nonlinear_gradient_hooks(model: nn.Module) -> Iterator[str]:
-    """Yield a description of each of the user's hooks on parameters that is not linear, tried on
-    random gradients: its result depends on how gradients are added up."""
-    for name, parameter in model.named_parameters():
+def nonlinear_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
+    """Yield a description of each of the user's hooks on named parameters that is not linear,
+    tried on random gradients: its result depends on how gradients are added up."""
+    for name, parameter in parameters:
+        whole = getattr(parameter, "ds_shape", parameter.shape)  # of shards under ZeRO-3, too
         for hook in _of_user(parameter._backward_hooks):
-            if not _is_linear(hook, parameter):
+            if not _is_linear(hook, parameter.new_empty(whole)):
                 yield f"{_name(hook)} on {name}"
 
 

@@ -3,10 +3,10 @@ refused in one line: never another result in silence. Each change of a user's al
 is written here of it.
 
 A few draws run with the other tests, 300 with `pytest -m nightly`; so do changes by themselves. A
-draw that fails is printed; DRAWS=17,18 runs other ones in place of the few.
+draw that fails says its number; `python -m tests.hf.drawn_settings --seed N --reduce` finds the
+smallest part that fails.
 """
 
-import os
 import re
 from dataclasses import replace
 
@@ -20,32 +20,43 @@ from tests.hf.drawn_settings.run import judge, outcome_of
 from tests.hf.drawn_settings.verdicts import FAILURES, Outcome, Verdict, of_both, of_refusal
 
 DRAWS, PER_JOB = 300, 15
-# of several trainers, and of each way
-FEW = [int(seed) for seed in os.environ.get("DRAWS", "1,7,8,19").split(",")]
+
+
+def a_night(count, per_job=PER_JOB):
+    """The seeds of so many draws, in jobs."""
+    marks = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+    return [
+        pytest.param(range(first, first + per_job), 3, id=f"from {first}", marks=marks)
+        for first in range(0, count, per_job)
+    ]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("seeds", "least_equal"),  # nothing is shown by draws that are all refused
     [
-        pytest.param(FEW, len(FEW) - 1, id="few"),
+        # of several trainers, and of each way
+        pytest.param((1, 7, 8, 19), 3, id="few"),
         # once other results in silence, or an error that was no refusal
         pytest.param(
             (306, 318, 328, 570, 733, 1192, 1227), 1, id="mended", marks=pytest.mark.nightly
         ),
-        *(
-            pytest.param(
-                range(first, first + PER_JOB),
-                3,
-                id=f"from {first}",
-                marks=[pytest.mark.nightly, pytest.mark.timeout(3600)],
-            )
-            for first in range(0, DRAWS, PER_JOB)
-        ),
+        *a_night(DRAWS),
     ],
 )
 def test_no_draw_differs_in_silence(seeds, least_equal):
-    judged = {seed: judge(draw(seed)) for seed in seeds}
+    assert_none_differs(seeds, least_equal, sharding="")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
+@pytest.mark.parametrize(("seeds", "least_equal"), a_night(60, per_job=30))
+def test_no_draw_of_a_sharded_model_differs_in_silence(seeds, least_equal, sharding):
+    assert_none_differs(seeds, least_equal, sharding)
+
+
+def assert_none_differs(seeds, least_equal, sharding):
+    judged = {seed: judge(replace(draw(seed), sharding=sharding)) for seed in seeds}
     for seed, one in judged.items():
         print(f"{seed:5d} {one.verdict.name:12s} {one.detail}")
     failed = [

@@ -193,14 +193,15 @@ class TwoSequences:
 
     def losses_apart(self, own: Value, ours: Value) -> tuple[float, float] | None:
         """Return the losses of both sequences by the model, in one row or in a padded batch, and
-        by a substitute in one row, where they are not alike; None where all are."""
+        by a substitute in one row, where they are not alike; None where all are, and where the
+        substitute differs from call to call."""
         with _without_dropout(self._model, training=False):
-            in_row = self._found(own, 0, TOKENS).value
-            substitute = self._found(ours, 0, TOKENS).value
-            padded = self._padded_value(own)
-        for loss in (in_row, padded):
-            if not self._is_alike(loss, substitute):
-                return loss, substitute
+            substitute, again = (self._found(ours, 0, TOKENS).value for _ in range(2))
+            losses = self._found(own, 0, TOKENS).value, self._padded_value(own)
+        if self._is_alike(substitute, again):
+            for loss in losses:
+                if not self._is_alike(loss, substitute):
+                    return loss, substitute
         return None
 
     def _found(

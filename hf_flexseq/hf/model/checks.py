@@ -33,7 +33,7 @@ from hf_flexseq.hf.model.attention import number_of
 from hf_flexseq.hf.model.call_count import replaced_attention, replaced_forward
 from hf_flexseq.hf.model.checkpointing import unsuitable_checkpointing
 from hf_flexseq.hf.model.experts import adapted_experts, unsuitable_experts
-from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.model.facts import is_classifier, is_sharded_by_fsdp
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.layer_kinds import (
     Layer,
@@ -180,7 +180,10 @@ def _unsuitable_kind(model: PreTrainedModel) -> str | None:
 
 def unsuitable_hooks(model: nn.Module) -> str | None:
     """Return which hooks of the user's change gradients of micro-batches; None without any."""
-    hooks = [*users_accumulation_hooks(model), *nonlinear_gradient_hooks(model)]
+    hooks = list(users_accumulation_hooks(model))
+    own = model.named_parameters()
+    # FSDP2 calls no hook on a gradient of its shards
+    hooks += nonlinear_gradient_hooks(one for one in own if not is_sharded_by_fsdp(one[1].data))
     if not hooks:
         return None
     return (

@@ -326,14 +326,14 @@ def adapters_beside_shards(model: nn.Module) -> tuple[int, int]:
     here = everywhere = 0
     if is_sharded_at_load(model):
         for parameter in model.parameters():
-            if parameter.requires_grad and not _is_sharded_by_fsdp(parameter.data):
+            if parameter.requires_grad and not is_sharded_by_fsdp(parameter.data):
                 here += local(parameter).numel()
                 everywhere += elements(parameter)
     return here, everywhere
 
 
-def _is_sharded_by_fsdp(data: torch.Tensor) -> bool:
-    """Tell if FSDP shards a parameter of a model that transformers has sharded."""
+def is_sharded_by_fsdp(data: torch.Tensor) -> bool:
+    """Tell if FSDP shards a parameter, which experts over ranks are not."""
     return isinstance(data, DTensor) and data.device_mesh.mesh_dim_names != (EXPERT_GROUP,)
 
 

@@ -8,5 +8,6 @@ ranks: by the stock trainer and with hf_flexseq.
     verdicts.py   what a comparison of both trainings comes to
     run.py        the two trainings of a case, on forked ranks
 
-    DRAWS=17,18 pytest tests/hf/test_drawn_settings.py -k few      these draws, and what they are
+    python -m tests.hf.drawn_settings --seed 17 --reduce      the part of a draw that fails
+    python -m tests.hf.drawn_settings --first 0 --count 300
 """

@@ -45,6 +45,9 @@ class Case:
     changes: tuple[str, ...]
     """Keys of CHANGES."""
 
+    sharding: str = ""
+    """How both trainers' models are sharded: "zero3", or "fsdp2" for a plain causal one."""
+
     def __str__(self) -> str:
         parts = []
         for name, value in asdict(self).items():

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, disable_progress_bars, load_from_disk
 from transformers import Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqMixin
@@ -25,13 +26,14 @@ from tests.hf.drawn_settings.case import CHANGES
 from tests.hf.drawn_settings.options import ON_SAMPLES
 from tests.hf.drawn_settings.verdicts import Judged, Outcome, Verdict, of_both, of_refusal
 from tests.hf.plain import float64_loss
-from tests.hf.trainers import trainer_of, weights_of, word_tokenizer
+from tests.hf.trainers import trainer_of, weights_of, word_tokenizer, zero
 from tests.ranks import run_ranks
 
 RANKS = 2
 GROUP_SECONDS = 30  # that a rank waits for the other one
 CASE_SECONDS = 120
 OTHER_RANK = "OtherRank"
+UNSHARDED = ("renamed", "biased", "lora")  # which from_pretrained of a class does not make
 
 TRAINERS = {
     "trainer": (Trainer, TrainingArguments),
@@ -69,6 +71,8 @@ def make_trainer(case, is_ours, folder):
         settings = {**defaults, **settings}
     if case.trainer == "sft" and case.data == "table":
         settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    if case.sharding == "zero3":
+        settings["deepspeed"] = zero(3)
     trainer = trainer_of(
         type("DrawnTrainer", (*bases, stock), {}),
         folder,
@@ -92,6 +96,8 @@ def _arguments(case, folder):
     if case.trainer in ON_SAMPLES:
         return _of_objective(case, dtype, folder)
     arguments = {"model": sources.MODELS[case.model][0](dtype)}
+    if case.sharding == "fsdp2" and case.model not in UNSHARDED:
+        arguments["model"] = _sharded_at_load(arguments["model"], folder / "whole_model")
     if case.trainer == "trainer":
         # The rest of a stream is trained on in another way, so that none ends.
         rows = sources.training_rows(104 if case.data in sources.STREAMS else 26)
@@ -109,6 +115,15 @@ def _arguments(case, folder):
         )
     data = {"train_dataset": train, "eval_dataset": evaluated}
     return arguments | data | {"processing_class": word_tokenizer()}
+
+
+def _sharded_at_load(model, folder):
+    """Return a model as transformers shards it. Collective over the world."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(fsdp_size=RANKS)
+    return type(model).from_pretrained(folder, distributed_config=config, dtype=model.dtype)
 
 
 def _of_objective(case, dtype, folder):
@@ -150,7 +165,12 @@ def outcome_of(case, is_ours, folder):
         return outcome
     state = trainer.state
     outcome.step = state.global_step
-    outcome.weights = weights_of(trainer.model)
+    if outcome.error:
+        return outcome
+    try:
+        outcome.weights = weights_of(trainer.model)
+    except RuntimeError as error:  # the other rank has raised, and does not gather its shards
+        outcome.error, outcome.message = OTHER_RANK, str(error)
     outcome.log = state.log_history
     if not trainer.is_world_process_zero():  # with even_batches=False ranks count epochs alone
         outcome.log = [{**line, "epoch": 0} for line in outcome.log]
