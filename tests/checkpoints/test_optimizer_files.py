@@ -36,7 +36,6 @@ REFUSED = (
     "`python scripts/convert_optimizer.py OLD NEW --i-trust-this-file` makes a checkpoint NEW of "
     "a checkpoint OLD that you trust"
 )
-SAVED = {"optim": "adamw_torch", "max_steps": 3, "weight_decay": 0.1, "batch": 1}
 
 
 # ---- a planted pickle

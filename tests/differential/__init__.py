@@ -3,8 +3,8 @@
 case.py    Case: a trainer, its model, options and ours; make_trainer makes either trainer
 runs.py    run(case) on one rank; here(case) beside the stock trainer; both(cases) on forked ranks
            beside the stock trainer in one process, which runs once for all cases that it is the
-           same for; both_on_ranks(cases) beside the stock trainer on as many ranks
+           same for; assert_alike(cases) compares these; both_on_ranks(cases) beside the stock
+           trainer on as many ranks
 
-for name, stock, ours in both(CASES, folder):
-    assert max(weights_apart(stock, one) for one in ours) < 1e-8, name
+assert_alike({"two batches": Case(accumulation=2)}, folder, weights=1e-6)
 """

@@ -1,6 +1,7 @@
 """A training that is compared: one description, of which the stock trainer and ours are made."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ class Case:
 
     prepare: Callable[[Any], object] = _nothing
     """Is called with the trainer before it trains."""
+
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes a context for the whole run."""
 
     evaluates: bool = False
     """Whether an evaluation follows the training of both."""

@@ -6,7 +6,8 @@ a few megabytes.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from tests.differential.case import Case, make_trainer
-from tests.hf.trainers import Run, trained
+from tests.hf.trainers import Run, assert_logged_alike, trained, weights_apart
 from tests.ranks import run_cases
 
 _stock_runs: dict[Any, tuple[Case, Run]] = {}  # the case keeps the objects of its key alive
@@ -25,10 +26,11 @@ def run(rank: int, world_size: int, case: Case, folder: Path, is_ours: bool = Tr
     """Train the trainer of a case, stock or ours, on this rank."""
     datasets.disable_progress_bars()
     begin_anew(0)
-    trainer = make_trainer(case, folder, is_ours=is_ours, ranks=world_size)
-    if is_ours:
-        case.prepare(trainer)
-    return trained(trainer, evaluates=case.evaluates)
+    with case.around() if is_ours else nullcontext():
+        trainer = make_trainer(case, folder, is_ours=is_ours, ranks=world_size)
+        if is_ours:
+            case.prepare(trainer)
+        return trained(trainer, evaluates=case.evaluates)
 
 
 def begin_anew(seed: int) -> None:
@@ -75,6 +77,25 @@ def both(
     by_case = run_cases(run, ranks, [(case, folder) for case in cases.values()], **options)
     for (name, case), ours in zip(cases.items(), by_case, strict=True):
         yield name, stock_run(case, folder), ours
+
+
+def assert_alike(
+    cases: Mapping[Any, Case],
+    folder: Path,
+    *,
+    weights: float,
+    figures: Sequence[str] = ("loss",),
+    rel: float = 1e-5,
+    **options: Any,
+) -> None:
+    """Compare ours of each case on each rank with the stock trainer in one process.
+
+    weights: bound of their difference. figures: of the log. options: of `both`.
+    """
+    for name, stock, by_rank in both(cases, folder, **options):
+        for ours in by_rank:
+            assert weights_apart(stock, ours) < weights, name
+            assert_logged_alike(stock, ours, figures, rel=rel)
 
 
 def both_on_ranks(

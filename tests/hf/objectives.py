@@ -42,7 +42,7 @@ from trl import (
     RLOOTrainer,
 )
 
-from hf_flexseq import FlexSeqArguments
+from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from tests.differential.runs import begin_anew
 from tests.hf.plain import dataset, padded, training_arguments
 from tests.hf.tiny import VOCAB, loadable, tiny_llama
@@ -279,7 +279,7 @@ def make_trainer(
 ) -> Any:
     """The trainer of a case, stock or ours.
 
-    is_ours: or a class of ours to take. folder: where `save_inputs` has saved. model: instead of
+    is_ours: or a class to take. folder: where `save_inputs` has saved. model: instead of
     the case's own. given: further arguments of the trainer.
     """
     config, cls, arguments = ARGUMENTS[case.kind](case, folder / "model", model)
@@ -301,10 +301,13 @@ def make_trainer(
     )
     if case.adapter == "new":
         given["peft_config"] = lora_config()
-    if is_ours:
+    if isinstance(is_ours, type):
+        cls = is_ours
+    elif is_ours:
+        cls = flexseq_class(cls)
+    if issubclass(cls, FlexSeqMixin):
         options = {**OPTIONS, "lookahead": case.lookahead, **case.flexseq}
         given.setdefault("flexseq_args", FlexSeqArguments(**options))
-        cls = is_ours if isinstance(is_ours, type) else flexseq_class(cls)
     for name, values in case.columns.items():
         rows = arguments["train_dataset"]
         filled = [values[index % len(values)] for index in range(len(rows))]

@@ -1,19 +1,20 @@
-"""Data, arguments and losses of the plain Trainer, its runs, and trainers of planned steps."""
+"""Data, arguments and losses of the plain Trainer, and trainers of planned steps."""
 
+import copy
 import inspect
-import math
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments
+from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.distributed.gloo import GlooTransport
 from tests import budget
-from tests.hf.tiny import documents, tiny_llama, weights
+from tests.hf.tiny import documents, tiny_llama
 
 OPTIONS = {"max_tokens_per_rank": 40, "lookahead": 2, "cost_model": "estimate"}
 OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters)
@@ -76,29 +77,14 @@ def dataset(size=72):
     return documents([1 + (i * i * 7) % 60 for i in range(size)])
 
 
-def plain_run(folder, *, batch, loss=None, size=72, dtype=torch.float64, model=None, **options):
-    """Weights before and after, and the log, of the plain Trainer in this process."""
-    model = model or tiny_llama(dtype)
-    if loss is not None:
-        model.loss_function = loss
-    before = weights(model)
-    common = {"batch": batch, "accumulation": 1, "optim": "sgd", **options}
-    args = training_arguments(TrainingArguments, folder, **common)
-    trainer = Trainer(model=model, args=args, train_dataset=dataset(size), data_collator=padded)
-    trainer.train()
-    return before, weights(model), trainer.state.log_history
+class Stream(IterableDataset):
+    """Examples without a length, each a copy."""
 
+    def __init__(self, rows):
+        self.rows = rows
 
-def update_error(before, wanted, found):
-    """||found - wanted|| over ||wanted - before||, all parameters together."""
-
-    def distance(first, second):
-        norms = [
-            float((torch.as_tensor(first[n]) - torch.as_tensor(second[n])).norm()) for n in wanted
-        ]
-        return math.hypot(*norms)
-
-    return distance(found, wanted) / distance(before, wanted)
+    def __iter__(self):
+        return iter(copy.deepcopy(self.rows))
 
 
 def logged(history, key):

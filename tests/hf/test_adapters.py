@@ -13,17 +13,22 @@ from peft import mapping as of_peft
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.lora import config as of_lora
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, SFTTrainer
 
 from hf_flexseq.base.versions import untested
 from hf_flexseq.hf.model.adapters import EXACT, REFUSED
+from hf_flexseq.hf.model.checks import check_model
 from tests.differential.case import Case
 from tests.differential.runs import both, here, run
 from tests.hf.objectives import pairs
 from tests.hf.plain import dataset, float64_loss
 from tests.hf.tiny import refused, tiny_llama
 from tests.hf.trainers import trainer_of, weights_apart, word_tokenizer
+from tests.ranks import run_ranks
 
 CAUSAL = {"task_type": "CAUSAL_LM"}
 LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -308,3 +313,32 @@ def test_adapters_train_as_under_the_plain_trainers(cases, tmp_path):
         bound = max(BOUND[kind], BOUNDS.get(name, 0))
         for ours in (packed, *by_rank):
             assert weights_apart(stock, ours) < bound, (kind, name)
+
+
+# ---- parameters that share memory
+
+
+def test_adapters_that_share_memory_are_refused(tmp_path):
+    """Under DDP the plain Trainer, too, ends far from one process: by 0.7 of the update here."""
+    options = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
+    model = get_peft_model(tiny_llama(tie_word_embeddings=True), LoraConfig(r=4, **options))
+    with refused("embed_tokens.lora_embedding_B.default and .*lm_head.lora_A.*share memory"):
+        check_model(model.get_base_model())
+
+
+def check_sharded(rank, world_size):
+    model = tiny_llama()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            mesh = init_device_mesh("cpu", (world_size,))
+            part = parameter.detach().clone()
+            sharded = distribute_tensor(part, mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(sharded))
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    assert rank == 0 or len(set(places)) < len(places), "a sharded tensor begins nowhere itself"
+    check_model(model)
+
+
+@pytest.mark.processes
+def test_sharded_parameters_share_no_memory():
+    run_ranks(check_sharded, 2)

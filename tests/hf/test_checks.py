@@ -85,6 +85,8 @@ class MakesSamples(PreparesInputs):
 
 FREE = "sync='free' needs ranks .* use sync='auto'"
 ACCUMULATION = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+STAGES = {"pipeline_parallel_size": 2}
+OFFLOAD = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}
 WRONG_VALUES = [
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .*it at None"),
     ({"cost_model": "no-model"}, "cost_model='no-model' is neither a file nor one of"),
@@ -94,6 +96,10 @@ WRONG_VALUES = [
     ({"ddp_timeout": 0}, "ddp_timeout=0: .*more than 0"),
     ({"ddp_timeout": -1}, "ddp_timeout=-1: .*more than 0"),
     ({"sync": "free", "accelerator_config": ACCUMULATION}, FREE),
+    (STAGES, "pipeline_parallel_size=2 does not divide the 1 ranks of the job"),
+    ({"pipeline_parallel_size": 0}, "lel_size=0: must be at least 1"),
+    (STAGES | {"pipeline_schedule": "gpipe"}, "schedule must be one of .*got 'gpipe'"),
+    ({"pipeline_schedule": "seq1f1b"}, "'seq1f1b' needs a pipeline: set pipeline_parallel_size"),
 ]
 UNSUPPORTED = [
     ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'"),
@@ -101,6 +107,12 @@ UNSUPPORTED = [
     ({"trainer": {"compute_metrics": lambda predictions: {}}}, "compute_metrics"),
     ({"cls": Unscaled}, "Unscaled: it is not divided by the tokens.*num_items_in_batch"),
     ({"cls": MakesSamples}, "support samples made in PreparesInputs: it makes samples"),
+    (STAGES | {"cls": OwnLoss}, "OwnLoss.compute_loss with pipeline_parallel"),
+    (STAGES | {"planner": "zeppelin"}, "planner='zeppelin' with pipeline_paralle"),
+    (STAGES | {"strategy": "zigzag"}, "strategy='zigzag' with .*: chunks attend"),
+    (STAGES | {"sync": "lockstep"}, "sync='lockstep' with pipeline_parallel_size"),
+    (STAGES | {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+    (STAGES | OFFLOAD, "offload=True of activation checkpointing on a CPU with"),
 ]
 
 
@@ -224,15 +236,16 @@ STATIC_GRAPH = DistributedDataParallelKwargs(static_graph=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "message"),
+    ("given", "options", "kind", "message"),
     [
-        ({"gradient_accumulation_steps": 4}, ValueError, "_steps=4.*accumulation=..."),
-        ({"kwargs_handlers": [STATIC_GRAPH]}, NotImplementedError, "static_graph"),
+        ({"gradient_accumulation_steps": 4}, {}, ValueError, "_steps=4.*accumulation=..."),
+        ({"kwargs_handlers": [STATIC_GRAPH]}, {}, NotImplementedError, "static_graph"),
+        ({}, STAGES, NotImplementedError, "pipeline_parallel_size=2 in a loop of your own"),
     ],
 )
-def test_accelerators(given, kind, message):
+def test_accelerators_and_options(given, options, kind, message):
     with refused(message, kind):
-        FlexSeqEngine(Accelerator(cpu=True, **given), FlexSeqArguments())
+        FlexSeqEngine(Accelerator(cpu=True, **given), FlexSeqArguments(**options))
 
 
 @pytest.mark.parametrize("size", ["cp_size", "sp_size", "tp_size"])
@@ -394,10 +407,25 @@ def test_a_loss_of_its_own():
         check_model(tiny_llama(cls=ModelOfOwnLoss))
 
 
-def test_a_layer_that_attends_twice_has_no_pipeline(tmp_path):
-    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SIZES))
-    with refused("calls attention twice in a layer"):
-        make_trainer(tmp_path, model=model, pipeline_parallel_size=2)
+def diff_llama():
+    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SIZES))
+
+
+def with_lora():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (diff_llama, "calls attention twice in a layer"),
+        (with_lora, "a PEFT model with pipeline_parallel_size=2"),
+    ],
+)
+def test_models_that_have_no_pipeline(tmp_path, make, message):
+    with refused(message):
+        make_trainer(tmp_path, model=make(), **STAGES)
 
 
 def test_the_trial_of_a_model_leaves_no_trace():

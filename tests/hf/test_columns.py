@@ -4,12 +4,11 @@ by the stock trainer, refused by its name, or named in the log as one that nothi
 import numpy as np
 import pytest
 from datasets import Dataset
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.plain import padded
+from tests.hf.plain import Stream, padded
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.hf.trainers import trained, trainer_of, weights_apart, word_tokenizer
 from tests.ranks import run_cases
@@ -141,11 +140,6 @@ def test_shifted_labels_that_do_not_reach_the_model_as_such_are_refused(base, re
         trainer.train()
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from shifted_rows()
-
-
 def shifted_rows():
     """Rows as for accelerate's context parallelism: parts of longer documents."""
     rows = []
@@ -158,7 +152,7 @@ def shifted_rows():
 
 WAYS = {
     "a list": {"train_dataset": shifted_rows()},
-    "a stream": {"train_dataset": Stream()},
+    "a stream": {"train_dataset": Stream(shifted_rows())},
     "ours": {"data_collator": DataCollatorForFlexSeq()},
 }
 

@@ -7,20 +7,15 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from tests.budget import others_nightly
-from tests.hf.plain import flexseq_trainer
+from tests.hf.plain import Stream, flexseq_trainer
 from tests.hf.tiny import documents, reference_loss, tiny_arguments, tiny_llama, weights
 from tests.ranks import run_cases
 
 LENGTHS = [3, 50, 1, 17, 8, 30, 2, 61, 5, 12, 44]  # ranks repeat some to fill the last batches
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(documents(LENGTHS))
 
 
 def evaluating_trainer(folder, batch, held_out, model=None, **options):
@@ -37,7 +32,8 @@ def evaluating_trainer(folder, batch, held_out, model=None, **options):
 
 def evaluate(rank, world_size, folder, batch, options, stream):
     examples = documents(LENGTHS)
-    trainer = evaluating_trainer(folder, batch, Stream() if stream else examples, **options)
+    held_out = Stream(examples) if stream else examples
+    trainer = evaluating_trainer(folder, batch, held_out, **options)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]

@@ -16,10 +16,10 @@ from transformers import Trainer
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.hf.engine.loaders import without_repeats
 from tests.budget import others_nightly
-from tests.hf.plain import flexseq_trainer, float64_loss, logged, update_error
+from tests.hf.plain import Stream, flexseq_trainer, float64_loss, logged
 from tests.hf.test_mixin import tokenizer
 from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
-from tests.hf.trainers import trainer_of
+from tests.hf.trainers import trainer_of, update_error
 from tests.ranks import run_cases, run_ranks
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(21)]
@@ -34,14 +34,6 @@ CASES = {
     },
     "stream": {},
 }
-
-
-class Stream(IterableDataset):
-    """16 samples are whole steps; what is left at the end of a stream the plain Trainer adds to
-    the next step."""
-
-    def __iter__(self):
-        return iter(documents(LENGTHS[:16]))
 
 
 class Examples(list):
@@ -62,7 +54,9 @@ def train(rank, world_size, folder, case, planned):
         "include_num_input_tokens_seen": "non_padding",
         **copy.deepcopy(CASES[case]),  # transformers writes to it
     }
-    common["train_dataset"] = Stream() if case == "stream" else Examples(documents(LENGTHS))
+    common["train_dataset"] = Examples(documents(LENGTHS))
+    if case == "stream":  # whole steps: the plain Trainer adds what is left to the next step
+        common["train_dataset"] = Stream(documents(LENGTHS[:16]))
     if planned:
         # "non_padding" counts tokens with the tokenizer's id of padding, 0, in the documents
         trainer = flexseq_trainer(folder, model=model, processing_class=tokenizer(), **common)

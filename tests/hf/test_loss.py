@@ -4,6 +4,7 @@ import logging
 import pickle
 import re
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -20,37 +21,22 @@ from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from tests.hf.tiny import (
+    SIZES,
     documents,
     refused,
     relative_errors,
     taken_gradients,
     tiny_gpt2,
     tiny_llama,
+    tiny_model,
 )
 from tests.hf.trainers import trained, trainer_of, weights_apart
 from tests.kernels.test_chunked_loss import difference
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-}
-
-
-def make_model(name="Llama", dtype=torch.float64, **config):
-    """`<name>ForCausalLM`, two layers, the same weights on every call."""
-    torch.manual_seed(0)
-    settings = getattr(transformers, f"{name}Config")(**SMALL | config)
-    return getattr(transformers, f"{name}ForCausalLM")(settings).to(dtype)
-
 
 def attached_model(name="Llama", dtype=torch.float64, **config):
-    """The model of `make_model` with a chunked loss."""
-    model = make_model(name, dtype, **config)
+    """A tiny model with a chunked loss."""
+    model = tiny_model(name, dtype, **config)
     assert attach_chunked_loss(model) is not None
     return model
 
@@ -100,7 +86,7 @@ MIXTURE = {
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3", "GPTNeoX"])
 def test_suitable_models(name):
-    assert_chunked_equals_full(attached_model(name), make_batch())
+    assert_chunked_equals_full(attached_model(name, pad_token_id=0), make_batch())
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
@@ -122,7 +108,7 @@ def keeps_its_loss(model, caplog):
 
 
 def test_a_model_that_changes_its_logits_keeps_its_loss(caplog):
-    model, batch = make_model("Granite"), make_batch()
+    model, batch = tiny_model("Granite"), make_batch()
     before, keys = model(**batch).loss, set(vars(model))
     assert "more with the logits" in keeps_its_loss(model, caplog)
     outputs = model(**batch)
@@ -178,17 +164,17 @@ SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     ],
 )
 def test_changed_models_keep_their_loss(change, reason, caplog):
-    model = make_model()
+    model = tiny_model("Llama")
     change(model)
     assert reason in keeps_its_loss(model, caplog)
 
 
 def test_a_forward_wrapped_by_accelerate_is_looked_through():
-    model, batch = make_model(), make_batch()
+    model, batch = tiny_model("Llama"), make_batch()
     model._original_forward, model.forward = model.forward, convert_outputs_to_fp32(model.forward)
     assert attach_chunked_loss(model) is not None
     assert model(**batch).logits is NO_LOGITS
-    assert difference(model(**batch).loss, full_loss(make_model(), batch)) < 1e-6
+    assert difference(model(**batch).loss, full_loss(tiny_model("Llama"), batch)) < 1e-6
 
 
 class Llama(transformers.LlamaForCausalLM):
@@ -277,7 +263,7 @@ PASS_ON = "more with the logits than to pass them on"
     ],
 )
 def test_forwards_that_would_be_computed_wrongly_are_refused(part, changed_part, reason):
-    model = type("Changed", (Llama,), {part: changed_part})(transformers.LlamaConfig(**SMALL))
+    model = type("Changed", (Llama,), {part: changed_part})(transformers.LlamaConfig(**SIZES))
     assert attach_chunked_loss(model) is None
     assert re.search(reason, try_head(model).reason)
 
@@ -333,7 +319,7 @@ def test_under_autocast_only_the_operands_are_rounded():
 
 
 def test_calls_without_labels_and_disabled_ones_run_as_before():
-    model, batch = make_model(), make_batch()
+    model, batch = tiny_model("Llama"), make_batch()
     inputs = {"input_ids": batch["input_ids"]}
     plain, with_loss = model(**inputs).logits, model(**batch)
     generated = model.generate(**inputs, max_new_tokens=3, do_sample=False)
@@ -353,7 +339,7 @@ def test_calls_without_labels_and_disabled_ones_run_as_before():
 
 
 def test_a_loss_function_that_comes_later_is_refused():
-    model, batch = make_model(), make_batch()
+    model, batch = tiny_model("Llama"), make_batch()
     attach_chunked_loss(model)
     own_loss(model)
     with refused("model.loss_function was set while the model trains"):
@@ -374,7 +360,7 @@ def test_a_forward_that_names_no_argument_gets_labels_by_name():
 
 
 def test_tuples_keep_their_places():
-    model, batch = make_model(), make_batch()
+    model, batch = tiny_model("Llama"), make_batch()
     loss, _, cache = model(**batch, return_dict=False, use_cache=True)
     names = list(model(**batch, use_cache=True))
     attach_chunked_loss(model)
@@ -387,7 +373,7 @@ def test_tuples_keep_their_places():
 
 def test_an_exception_leaves_no_labels_behind():
     model, batch = attached_model(), make_batch()
-    hidden = torch.zeros(1, 11, 16, dtype=torch.float64)
+    hidden = torch.zeros(1, 11, 32, dtype=torch.float64)
     hook = model.model.register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch)
@@ -399,7 +385,7 @@ def test_an_exception_leaves_no_labels_behind():
 
 
 def test_attaching_twice_gives_the_same_handle_and_detaching_restores():
-    model, batch = make_model(), make_batch()
+    model, batch = tiny_model("Llama"), make_batch()
     before = [set(vars(module)) for module in model.modules()]
     pickled, loss = pickle.dumps(model), model(**batch).loss
     handle = attach_chunked_loss(model)
@@ -415,7 +401,7 @@ def test_attaching_twice_gives_the_same_handle_and_detaching_restores():
 
 
 def test_a_loss_function_set_by_hand_comes_back():
-    model = make_model()
+    model = tiny_model("Llama")
     model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss
     attach_chunked_loss(model).detach()
     assert vars(model)["_loss_function"] is transformers.loss.loss_utils.ForCausalLMLoss
@@ -424,7 +410,7 @@ def test_a_loss_function_set_by_hand_comes_back():
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 def test_low_rank_adapters_train_and_a_frozen_head_gets_no_gradient(task):
     config = LoraConfig(task_type=task, target_modules=["q_proj"], r=2, init_lora_weights=False)
-    model = make_model()
+    model = tiny_model("Llama")
     adapted = get_peft_model(model, config).double()
     attach_chunked_loss(adapted)
     adapted(**make_batch()).loss.backward()
@@ -479,12 +465,12 @@ def apart(model, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make_model", "wrap"), [(llama, lambda model: model), (gpt2, adapted)])
+@pytest.mark.parametrize(("make", "wrap"), [(llama, lambda model: model), (gpt2, adapted)])
 def test_a_class_without_a_known_loss_is_named_with_what_makes_both_equal(
-    tmp_path, caplog, make_model, wrap
+    tmp_path, caplog, make, wrap
 ):
     def with_loss_type():
-        model = make_model()
+        model = make()
         model.loss_type = "ForCausalLM"
         return wrap(model)
 
@@ -494,7 +480,7 @@ def test_a_class_without_a_known_loss_is_named_with_what_makes_both_equal(
         return [said for said in (record.getMessage() for record in ours) if "loss_type=" in said]
 
     with caplog.at_level(logging.WARNING, "hf_flexseq"):
-        trainer_of_loss(True, tmp_path, wrap(make_model()))
+        trainer_of_loss(True, tmp_path, wrap(make()))
         said = warnings()
         assert len(said) == 1
         assert ".loss_type = " in said[0]
@@ -502,13 +488,7 @@ def test_a_class_without_a_known_loss_is_named_with_what_makes_both_equal(
         caplog.clear()
         assert apart(with_loss_type, tmp_path) < 1e-5
     assert not warnings()
-    assert apart(lambda: wrap(make_model()), tmp_path) > 1e-3, "no warning would be needed"
-
-
-@pytest.mark.parametrize("cls", [MyLlamaForTokenClassification, MyLlamaForMaskedLM])
-def test_a_class_named_after_another_loss_is_refused(tmp_path, cls):
-    with refused(f"{cls.__name__}: its loss is For"):
-        trainer_of_loss(True, tmp_path, llama(cls))
+    assert apart(lambda: wrap(make()), tmp_path) > 1e-3, "no warning would be needed"
 
 
 # ---- a loss function of the user's own
@@ -541,22 +521,29 @@ def test_a_sum_over_tokens_of_the_users_own_trains_as_under_the_plain_trainer(tm
     assert apart(lambda: with_loss(doubled), tmp_path) < 1e-5
 
 
+def on_samples(outputs, labels, num_items_in_batch):
+    return outputs.loss
+
+
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("make", "settings", "said"),
     [
-        (shifts_itself, "shifts_itself gives .* on two parts"),
-        (mean, "mean gives .* on two parts"),
-        (takes_no_more, "takes_no_more could not be called .*take shift_labels"),
+        (partial(with_loss, shifts_itself), {}, "shifts_itself gives .* on two parts"),
+        (partial(with_loss, mean), {}, "mean gives .* on two parts"),
+        (partial(with_loss, takes_no_more), {}, "takes_no_more could not be .*take shift_labels"),
+        (
+            partial(with_loss, doubled),
+            {"compute_loss_func": on_samples},
+            "outputs.loss is next-token loss",
+        ),
+        (partial(llama, MyLlamaForMaskedLM), {}, "MyLlamaForMaskedLM: its loss is For"),
+        (
+            partial(llama, MyLlamaForTokenClassification),
+            {},
+            "MyLlamaForTokenClassification: its loss is For",
+        ),
     ],
 )
-def test_other_loss_functions_are_refused(tmp_path, function, said):
+def test_other_losses_are_refused(tmp_path, make, settings, said):
     with refused(said):
-        trainer_of_loss(True, tmp_path, with_loss(function))
-
-
-def test_an_own_loss_function_under_a_loss_on_samples_is_refused(tmp_path):
-    def on_samples(outputs, labels, num_items_in_batch):
-        return outputs.loss
-
-    with refused("outputs.loss is next-token loss"):
-        trainer_of_loss(True, tmp_path, with_loss(doubled), compute_loss_func=on_samples)
+        trainer_of_loss(True, tmp_path, make(), **settings)

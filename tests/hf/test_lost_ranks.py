@@ -10,11 +10,12 @@ import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, PlanInfeasible
 from hf_flexseq.distributed.transport import LostRank
+from tests.hf.plain import Stream
 from tests.hf.test_nonfinite import make_trainer
 from tests.hf.tiny import documents, noting_figures, tiny_arguments, tiny_llama
 from tests.hf.trainers import trainer_of
@@ -158,16 +159,6 @@ def test_the_other_names_the_rank_that_is_lost_in_a_forward(tmp_path, kind, dies
 
 
 # ---- sequences that fit on no rank, and a planner that is dead
-
-
-class Stream(IterableDataset):
-    """Examples whose lengths are unknown until they are drawn."""
-
-    def __init__(self, examples):
-        self.examples = examples
-
-    def __iter__(self):
-        return iter(self.examples)
 
 
 def train_on_outlier(rank, world_size, folder, longest, streamed=False):

@@ -4,12 +4,11 @@ as many ranks, made of logits that are never gathered."""
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
-from tests.hf.plain import float64_loss, logged
+from tests.hf.plain import Stream, float64_loss, logged
 from tests.hf.tiny import documents, reference_loss, refused, tiny_llama
 from tests.hf.trainers import OwnLoss, trainer_of
 from tests.ranks import run_cases
@@ -161,18 +160,6 @@ def test_metrics_get_the_arrays_of_the_plain_trainer(tmp_path):
 # ---- streams
 
 
-class Stream(IterableDataset):
-    """So many documents without a length; `column` alone where it is given."""
-
-    def __init__(self, count, column=None):
-        self.rows = documents((LENGTHS * 2)[:count])
-        if column is not None:
-            self.rows = [{column: row[column]} for row in self.rows]
-
-    def __iter__(self):
-        return iter(self.rows)
-
-
 STREAMS = {  # rows, and options
     "7 rows": (7, {}),
     "a rank has none": (5, {"base": OwnLoss, "eval_accumulation_steps": 1}),
@@ -187,7 +174,9 @@ def streamed(rank, world_size, flex, folder):
     list in the stock trainer, where repeats are known."""
     found = {}
     for name, (count, options) in STREAMS.items():
-        rows = Stream(count) if flex else Stream(count).rows
+        rows = documents((LENGTHS * 2)[:count])
+        if flex:
+            rows = Stream(rows)
         seen = Seen()
         given = {"compute_metrics": seen, "include_for_metrics": ["inputs"], **showing(best)}
         trainer = make(flex, folder, cap=61, **given | options)
@@ -208,7 +197,7 @@ def test_no_sample_of_a_stream_counts_twice(tmp_path):
     wanted, found = run_cases(streamed, 2, [(False, tmp_path), (True, tmp_path)])
     for name, (count, options) in STREAMS.items():
         with torch.no_grad():
-            loss = float(reference_loss(tiny_llama(), Stream(count).rows))
+            loss = float(reference_loss(tiny_llama(), documents((LENGTHS * 2)[:count])))
         for stock, ours in zip(wanted, found, strict=True):
             assert ours[name][1] == stock[name][1], name
             if "base" not in options:

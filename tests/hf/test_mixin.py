@@ -12,12 +12,12 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqMixin, FlexSeqTrainer
 from tests.differential.case import Case, sft_trainer
-from tests.differential.runs import run, stock_run
+from tests.differential.runs import both, run, stock_run
 from tests.hf.plain import OPTIONS, dataset, logged, padded, training_arguments
 from tests.hf.tiny import tiny_llama
-from tests.hf.trainers import assert_logged_alike, trained, weights_apart
+from tests.hf.trainers import assert_logged_alike, weights_apart
 from tests.hf.trainers import word_tokenizer as tokenizer
-from tests.ranks import run_cases, run_ranks
+from tests.ranks import run_cases
 
 
 def evaluate_first(trainer):
@@ -171,36 +171,35 @@ def test_a_named_model_of_a_pipeline_is_loaded_by_the_options_wherever_they_stan
 
 # ---- figures that SFTTrainer notes with every micro-batch are means over a step's targets
 
-SEQUENCES = 6  # of a step
-STEPS = 3
-CAPS = (60, 400)  # tokens of a rank in a micro-batch
 TRAINED = ("loss", "mean_token_accuracy", "entropy", "num_tokens")
+OF_STEPS = Dataset.from_list(dataset(18))
+MEANS = Case(
+    base=SFTTrainer,
+    settings={"train_dataset": OF_STEPS, "eval_dataset": OF_STEPS.select(range(7))},
+    batch=6,
+    stock_settings={"per_device_eval_batch_size": 7},
+    evaluates=True,
+)
 
 
-def evaluated_run(folder, *, evaluated, batch=SEQUENCES, **settings):
-    """A training that ends in an evaluation, of so many sequences at a time."""
-    data = Dataset.from_list(dataset(SEQUENCES * STEPS))
-    settings |= {"train_dataset": data, "eval_dataset": data.select(range(7))}
-    settings |= {"max_steps": STEPS, "per_device_eval_batch_size": evaluated}
-    return trained(sft_trainer(SFTTrainer, folder, batch, **settings), evaluates=True)
+def evaluate_one_by_one(trainer):
+    trainer.args.per_device_eval_batch_size = 1
 
 
-def runs_by_cap(rank, world_size, folder):
-    own = SEQUENCES // world_size
-    found = []
-    for cap, batch in zip(CAPS, (1, own), strict=True):
-        options = {"max_tokens_per_rank": cap, "lookahead": 0}
-        settings = {"batch": batch, "accumulation": own // batch, "flexseq": options}
-        found.append(evaluated_run(folder, evaluated=batch, **settings))
-    return found
+BY_CAP = {  # tokens of a rank in a micro-batch
+    60: replace(
+        MEANS, accumulation=2, flexseq={"max_tokens_per_rank": 60}, prepare=evaluate_one_by_one
+    ),
+    400: replace(MEANS, flexseq={"max_tokens_per_rank": 400}),
+}
 
 
 @pytest.mark.processes
 def test_figures_of_the_sft_trainer_do_not_depend_on_plan_or_ranks(tmp_path):
-    by_rank = run_ranks(runs_by_cap, 3, tmp_path)
-    stock = evaluated_run(tmp_path, evaluated=7)
-    for runs in by_rank:
-        for ours in runs:
+    micro_batches = {}
+    for cap, stock, by_rank in both(BY_CAP, tmp_path, ranks=3):
+        for ours in by_rank:
             keys = (*TRAINED, *(f"eval_{name}" for name in TRAINED))
             assert_logged_alike(stock, ours, keys, rel=1e-6)
-        assert len({max(logged(ours.log, "flexseq/micro_batches")) for ours in runs}) > 1
+            micro_batches[cap] = max(logged(ours.log, "flexseq/micro_batches"))
+    assert micro_batches[60] > micro_batches[400]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import load_from_disk
 from transformers import Trainer, TrainerCallback
-from trl import DistillationConfig, DistillationTrainer, DPOTrainer, GRPOTrainer
+from trl import DistillationTrainer, DPOTrainer, GRPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
@@ -29,20 +29,12 @@ from tests.hf.objectives import (
     compare,
     make_trainer,
     pairs,
-    prompts,
     save_inputs,
 )
 from tests.hf.plain import logged
 from tests.hf.test_resume import KilledAfter
 from tests.hf.tiny import VOCAB, noting_figures, refused, tiny_llama
-from tests.hf.trainers import (
-    difference,
-    distance,
-    flexseq_class,
-    trained,
-    trainer_of,
-    word_tokenizer,
-)
+from tests.hf.trainers import difference, distance, flexseq_class, trained
 from tests.ranks import run_cases, run_ranks
 from tests.versions import reads_log_probabilities
 
@@ -486,30 +478,21 @@ def large_teacher():
     return tiny_llama(seed=1, hidden_size=48, num_hidden_layers=3, **heads)
 
 
-def distillation(cls, folder, *, options=None, **settings):
+DISTILLED = Case(
+    kind="distillation", steps=2, accumulation=2, rows=24, flexseq={"max_tokens_per_rank": 40}
+)
+
+
+def distillation(cls, folder, case=DISTILLED, **given):
+    """The trainer of a class. given: its further arguments."""
     student = tiny_llama()
     student.config.logit_scale = 1.5  # which TRL reads
-    defaults = {
-        "model": student,
-        "teacher_model": large_teacher(),
-        "train_dataset": prompts(24),
-        "eval_dataset": prompts(5),
-        "processing_class": word_tokenizer(),
-        "data_collator": None,
-        "accumulation": 2,
-        "max_steps": 2,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "learning_rate": 0.5,
-        "beta": 0.5,
-    }
-    flexseq = (options or {}) if issubclass(cls, FlexSeqMixin) else None
-    settings = {**defaults, **settings}
-    return trainer_of(cls, folder, config=DistillationConfig, flexseq=flexseq, **settings)
+    given = {"model": student, "teacher_model": large_teacher(), **given}
+    return make_trainer(case, cls, folder, **given)
 
 
-def run(rank, world_size, cls, folder, settings):
-    trainer = distillation(cls, folder, **settings)
+def run(rank, world_size, cls, folder, case):
+    trainer = distillation(cls, folder, case)
     steps = noting_figures(trainer) if isinstance(trainer, FlexSeqMixin) else None
     found = trained(trainer, evaluates=world_size > 1)
     if world_size > 1 and steps is not None:
@@ -520,8 +503,9 @@ def run(rank, world_size, cls, folder, settings):
 @pytest.mark.processes
 def test_four_steps_are_those_of_the_stock_trainer(tmp_path):
     # sequences of up to 32 tokens: some need both ranks
-    settings = {"max_steps": 4, "temperature": 0.8, "options": {"max_tokens_per_rank": 20}}
-    cases = [(cls, tmp_path, settings) for cls in (FixedCompletions, FlexSeqDistillation)]
+    cap = {"max_tokens_per_rank": 20}
+    case = replace(DISTILLED, steps=4, settings={"temperature": 0.8}, flexseq=cap)
+    cases = [(cls, tmp_path, case) for cls in (FixedCompletions, FlexSeqDistillation)]
     for stock, ours in zip(*run_cases(run, 2, cases), strict=True):
         assert any("entropy" in entry for entry in stock.log)
         assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
@@ -532,9 +516,10 @@ def test_four_steps_are_those_of_the_stock_trainer(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta):
-    wanted = run(0, 1, FixedCompletions, tmp_path, {"beta": beta})
+    case = replace(DISTILLED, settings={"beta": beta})
+    wanted = run(0, 1, FixedCompletions, tmp_path, case)
     for cls in (FlexSeqDistillation, OwnLoss):
-        ours = run(0, 1, cls, tmp_path, {"beta": beta})
+        ours = run(0, 1, cls, tmp_path, case)
         assert_alike(difference(wanted, ours), weights=FLOAT32_BOUND)
 
 

@@ -15,7 +15,6 @@ import re
 import pytest
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
 from transformers.distributed.utils import initialize_distributed_mesh
 
@@ -38,6 +37,7 @@ from tests.hf.tiny import (
     whole,
 )
 from tests.matching import Launches
+from tests.operators import Noted
 from tests.plans import group, plan_of_groups, random_plan
 from tests.process_group import needs_new_names, run_threads_with_groups
 from tests.published.zeppelin.gainful_passes import Always
@@ -235,19 +235,13 @@ LAUNCHES = {
 }
 
 
-class Recorded(TorchDispatchMode):
-    """Notes what this rank launches, a letter of `LAUNCHES` for each."""
-
-    def __init__(self):
-        super().__init__()
-        self.letters = ""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func).removesuffix(".default")
-        is_transfer = name.startswith(("c10d.", "_c10d_functional."))
-        if is_transfer and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
-            self.letters += LAUNCHES[name]
-        return func(*args, **(kwargs or {}))
+def letter_of(operator, args, result):
+    """What this rank launches, a letter of `LAUNCHES`."""
+    name = str(operator).removesuffix(".default")
+    is_transfer = name.startswith(("c10d.", "_c10d_functional."))
+    if is_transfer and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
+        return LAUNCHES[name]
+    return None
 
 
 def refuse_free_ranks(model):
@@ -258,7 +252,7 @@ def refuse_free_ranks(model):
     assert resolve_sync(FlexSeqArguments(), model, Accelerator(cpu=True), **others)
 
 
-def launched(rank, world_size, plans, config, checkpointing):
+def launches_of(rank, world_size, plans, config, checkpointing):
     """By plan and micro-batch, what this rank launches in forward and backward."""
     make = functools.partial(spread, DistributedConfig(**config))
     letters = []
@@ -271,9 +265,9 @@ def launched(rank, world_size, plans, config, checkpointing):
         for plan in plans:
             of_plan = []
             for inputs in own.micro_batches(plan, lockstep=True, has_passes=False):
-                with Recorded() as recorded:
+                with Noted(letter_of) as launched:
                     own.backward(inputs)
-                of_plan.append(recorded.letters)
+                of_plan.append("".join(launched.found))
             letters.append(of_plan)
     return letters
 
@@ -316,7 +310,7 @@ def test_ranks_launch_attention_then_experts_in_one_order():
         (second, {**replicated, "ep_size": 2}, False),
     ]
     layers = with_experts().config.num_hidden_layers
-    by_case = run_cases(launched, 4, settings)
+    by_case = run_cases(launches_of, 4, settings)
     for (plans, _, checkpointing), by_rank in zip(settings, by_case, strict=True):
         assert all("A" in str(of_rank) for of_rank in by_rank)
         for plan, of_plan in zip(plans, zip(*by_rank, strict=True), strict=True):

@@ -13,11 +13,9 @@ import torch
 from safetensors import SafetensorError
 
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER
-from tests.checkpoints.test_optimizer_files import SAVED, Planted, marks
+from tests.checkpoints.test_optimizer_files import Planted, marks
 from tests.hf.test_saving import make_trainer
 from tests.hf.test_sharded_checkpoints import EP2, FIRST, loaded, save_models, trained, trainer_of
-from tests.pipeline.test_trainer import make_trainer as make_pipeline_trainer
-from tests.pipeline.test_trainer import model_of, saved_run
 from tests.ranks import run_ranks
 
 # of all who read a checkpoint's files: JSON, safetensors, torch, transformers
@@ -79,28 +77,14 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path):
     assert {MARKER, "model.safetensors"} <= set(read)
 
 
-@pytest.mark.processes
-def test_no_file_of_a_pipelines_checkpoint_runs_code(tmp_path):
-    """Read here by one rank without a pipeline; stages read it with the same functions."""
-    run_ranks(saved_run, 2, tmp_path, 2, True, SAVED)
-    options = {**SAVED, "batch": 2}
-
-    def resume(checkpoint):
-        trainer = make_pipeline_trainer(model_of(True), tmp_path / "then", 1, **options)
-        trainer.train(resume_from_checkpoint=checkpoint)
-
-    own = ("flexseq_optimizer/", "model")  # the other files are those of any checkpoint
-    read = files_read(tmp_path / "checkpoint-3", tmp_path, resume, prefixes=own)
-    assert len(read) == 7
-
-
 def saved_experts(rank, ranks, models, folder):
     trained(rank, ranks, models, folder, "experts", EP2, None, {"max_steps": 1})
 
 
 @pytest.mark.processes
 def test_no_file_of_a_sharded_models_checkpoint_runs_code(tmp_path):
-    """Read here by one rank without shards; ranks with shards read it with the same functions."""
+    """Read here by one rank without shards; ranks with shards, and stages of a pipeline, read it
+    with the same functions."""
     models = save_models(tmp_path / "models")
     run_ranks(saved_experts, 2, models, tmp_path)
 

@@ -14,10 +14,10 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer
 
 from tests.differential.case import Case
-from tests.differential.runs import both
+from tests.differential.runs import assert_alike
 from tests.hf.plain import dataset, float64_loss
 from tests.hf.tiny import tiny_llama, with_torch_norms
-from tests.hf.trainers import trainer_of, weights_apart
+from tests.hf.trainers import trainer_of
 
 needs_bitsandbytes = pytest.mark.kernels
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
@@ -72,9 +72,7 @@ def test_two_ranks_train_adapters_as_the_plain_trainer_does(tmp_path):
         )
         for bits in (4, 8)
     }
-    for bits, stock, by_rank in both(cases, tmp_path, seconds=150):
-        for ours in by_rank:
-            assert weights_apart(stock, ours) < 1e-9, bits
+    assert_alike(cases, tmp_path, weights=1e-9, figures=(), seconds=150)
 
 
 @needs_bitsandbytes
@@ -85,10 +83,8 @@ def test_zero_shards_layers_of_4_bits(tmp_path):
     settings = {"train_dataset": dataset(20), "learning_rate": 3.0}
     case = Case(model=lambda: with_adapters(load(tmp_path, 4)), settings=settings)
     cases = {stage: replace(case, stage=stage) for stage in (2, 3)}
-    for _, stock, by_rank in both(cases, tmp_path, seconds=150):
-        for ours in by_rank:
-            # in float32; 5.8e-6 as under DDP, where layers that are not quantized end 3.6e-6 away
-            assert weights_apart(stock, ours) < 1e-5
+    # in float32; 5.8e-6 as under DDP, where layers that are not quantized end 3.6e-6 away
+    assert_alike(cases, tmp_path, weights=1e-5, figures=(), seconds=150)
 
 
 # ---- layers of 8 bits

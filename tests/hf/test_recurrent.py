@@ -192,10 +192,14 @@ def test_mixers_that_contradict_the_configuration(monkeypatch, cls, name, plante
         check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
 
 
+SHARED_BY_TWO = {"planner": "static", "sp_degree": 2}
+
+
 @pytest.mark.parametrize(
     "family, options, message",
     [
-        ("Lfm2", {"planner": "static", "sp_degree": 2}, "leave sp_degree out"),
+        ("Lfm2", SHARED_BY_TWO, "leave sp_degree out"),
+        ("Qwen3_5", SHARED_BY_TWO, "sp_degree=2 for the recurrent layers"),
         ("Zamba2", {}, "whose layers share one attention"),
     ],
 )

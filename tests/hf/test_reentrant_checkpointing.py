@@ -9,11 +9,9 @@ from accelerate import Accelerator
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from tests.differential.case import Case
-from tests.differential.runs import run, stock_run
+from tests.differential.runs import assert_alike
 from tests.hf.test_checks import make_trainer
 from tests.hf.tiny import RandomPlanEngine, batches, refused, tiny_llama
-from tests.hf.trainers import weights_apart
-from tests.ranks import run_cases
 
 LINE = "use_reentrant=True: layers of LlamaForCausalLM are checkpointed with use_reentrant=False"
 
@@ -38,24 +36,17 @@ REENTRANT = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": True},
 }
-# two ranks share each sequence's attention
-CASE = Case(settings=REENTRANT, flexseq={"planner": "static", "sp_degree": 2})
-
-
-BY_CALLBACK = Case(settings=REENTRANT | {"callback": True})
-
-
-def run_ours(rank, world_size, case, folder):
-    with without_reentrant():
-        return run(rank, world_size, case, folder)
+COMMON = {"around": without_reentrant}
+CASES = {
+    # two ranks share each sequence's attention
+    "mixin": Case(settings=REENTRANT, flexseq={"planner": "static", "sp_degree": 2}, **COMMON),
+    "callback": Case(settings=REENTRANT | {"callback": True}, **COMMON),
+}
 
 
 @pytest.mark.processes
 def test_steps_are_those_of_the_plain_trainer(tmp_path):
-    stock = stock_run(CASE, tmp_path)
-    for of_ranks in run_cases(run_ours, 2, [(CASE, tmp_path), (BY_CALLBACK, tmp_path)]):
-        for found in of_ranks:
-            assert weights_apart(stock, found) < 1e-6
+    assert_alike(CASES, tmp_path, weights=1e-6)
 
 
 def run_in_loop(model, engine, between):

@@ -32,8 +32,9 @@ from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from tests.hf import experts
-from tests.hf.plain import flexseq_trainer, logged, training_arguments, update_error
+from tests.hf.plain import flexseq_trainer, logged, training_arguments
 from tests.hf.tiny import SIZES, documents, refused
+from tests.hf.trainers import update_error
 from tests.ranks import run_cases, run_ranks
 
 SAVED_AT = 1
@@ -146,9 +147,8 @@ def error(models, kind, wanted, found):
 
 def error_of(model, wanted, found):
     """Of the update of `model`, as it was before training."""
-    before = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    as_tensors = [{n: torch.as_tensor(w) for n, w in run[0].items()} for run in (wanted, found)]
-    return update_error(before, *as_tensors)
+    before = {n: copied(p) for n, p in model.named_parameters() if p.requires_grad}
+    return update_error(before, wanted[0], found[0])
 
 
 # ---- killed while it saves
@@ -430,21 +430,10 @@ def of_accelerate(folder):
     (folder / "optimizer.bin").touch()
 
 
-def of_fewer_parameters(folder):
-    path = folder / FOLDER / "index.json"
-    index = json.loads(path.read_text())
-    for values in index.values():
-        if isinstance(values, dict):
-            for key in [key for key in values if "lm_head.weight" in key]:
-                del values[key]
-    path.write_text(json.dumps(index))
-
-
-# What is done to a checkpoint, and the line with which a run refuses it.
+# What is done to a checkpoint, and the line with which a run refuses it. Others are those of
+# `tests/checkpoints/test_optimizer_files.py`.
 CHANGES = {
-    lambda folder: (folder / FOLDER / "index.json").unlink(): "no index.json: saving was interr",
     lambda folder: (folder / FOLDER / "scheduler.json").unlink(): "but none of the scheduler's$",
-    of_fewer_parameters: "has no optimizer state of lm_head.weight, which this run trains$",
     of_accelerate: "has the optimizer.s state in optimizer.bin, which a model that Distributed",
 }
 

@@ -17,7 +17,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, GradientAccumulationPlugin
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.distributed import DistributedConfig
 from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
@@ -50,6 +49,7 @@ from tests.hf.tiny import (
     whole_gradients,
 )
 from tests.hf.trainers import Run, assert_logged_alike, distance, weights_apart, weights_of, zero
+from tests.operators import Noted
 from tests.ranks import run_cases, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -291,17 +291,8 @@ SCATTER = "_reduce_scatter_base_.default"
 ALL_REDUCE = "allreduce_.default"
 
 
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that start inside of it, by the names of their operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            self.counts[function.__name__] += 1
-        return function(*args, **(kwargs or {}))
+def collective(operator, args, result):
+    return operator.__name__ if operator.namespace == "c10d" else None
 
 
 def loaded(folder, **config):
@@ -357,7 +348,7 @@ def check_steps(rank, world_size, folder, config, policies, each_batch):
         else:
             fsdp.figures = figures_for(policy)
         fsdp.taken.clear()
-        with Collectives() as collectives:
+        with Noted(collective) as collectives:
             for step in engine.steps(own_batches(examples, rank, world_size), 2):
                 loss = step.backward(model)
                 micro_batches = len(step.plan.micro_batches)
@@ -367,7 +358,7 @@ def check_steps(rank, world_size, folder, config, policies, each_batch):
         assert unit_settings(model) == settings
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
-        counts = collectives.counts
+        counts = Counter(collectives.found)
         # the unit of norm and head stays gathered from forward to backward
         gathers = (2 * units - 1) * micro_batches if policy.regathers else units
         assert counts[GATHER] == gathers, name

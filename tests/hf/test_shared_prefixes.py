@@ -1,6 +1,7 @@
 """Steps whose rows share prefixes: the plain trainers' weights and figures, and what is spared."""
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import datasets
@@ -33,7 +34,12 @@ from tests.hf.objectives import (
     words_of,
 )
 from tests.hf.test_exactness import gradients_under_random_plans
-from tests.hf.test_objectives import FixedCompletions, FlexSeqDistillation, distillation
+from tests.hf.test_objectives import (
+    DISTILLED,
+    FixedCompletions,
+    FlexSeqDistillation,
+    distillation,
+)
 from tests.hf.test_reach import keep_float64, make_model, mixture
 from tests.hf.tiny import VOCAB, reference_loss, tiny_arguments, tiny_llama
 from tests.hf.trainers import difference, trained, trainer_of
@@ -219,9 +225,8 @@ def distil(rank, world_size, cls, folder):
     """With every prompt, and so every sample, twice in a step."""
     prompts = long_prompts(8)["prompt"]
     rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts for _ in range(2)])
-    options = {"max_tokens_per_rank": 100}
-    trainer = distillation(cls, folder, train_dataset=rows, options=options)
-    return trained(trainer)
+    case = replace(DISTILLED, flexseq={"max_tokens_per_rank": 100})
+    return trained(distillation(cls, folder, case, train_dataset=rows))
 
 
 @pytest.mark.processes

@@ -2,7 +2,6 @@
 one process, also under ZeRO-3, and why some are left alone. Ranks are threads, and processes
 under ZeRO-3."""
 
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.cost.choices import choices_of
 from hf_flexseq.hf.model import tiles
@@ -33,6 +31,7 @@ from tests.hf.tiny import (
     tiny_llama,
     tiny_model,
 )
+from tests.operators import Noted
 from tests.ranks import run_cases
 
 TOKENS = 11
@@ -253,17 +252,8 @@ ZERO3 = {
 WEIGHT = 32 * 48  # numbers in a weight of an MLP
 
 
-class Gathers(TorchDispatchMode):
-    """Counts gathers inside of it by the numbers that they bring."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.c10d._allgather_base_.default:
-            self.sizes[args[0].numel()] += 1
-        return function(*args, **(kwargs or {}))
+def numbers_gathered(operator, args, result):
+    return args[0].numel() if operator is torch.ops.c10d._allgather_base_.default else None
 
 
 def loss_of(model, tokens, count):
@@ -299,11 +289,11 @@ def zero3_steps(rank, world_size, checkpointing, counts):
     for count in counts:
         if count is not None:
             attached.attach()
-        with Gathers() as gathers:
+        with Noted(numbers_gathered) as gathers:
             engine.backward(loss_of(engine, lengths[rank], count))
         gradients = {name: safe_get_full_grad(p) for name, p in model.named_parameters()}
         error = max(relative_errors(gradients, wanted).values())
-        found.append((gathers.sizes[WEIGHT], gathers.sizes[3 * WEIGHT], error))
+        found.append((gathers.found.count(WEIGHT), gathers.found.count(3 * WEIGHT), error))
         engine.step()
     mlp = model.model.layers[0].mlp
     assert z3_leaf_module(mlp)

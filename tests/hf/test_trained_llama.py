@@ -22,18 +22,18 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, set_seed
 from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import dequantize
 from arguments import DataArguments, ModelArguments
 from data import to_sequences
-from hf_flexseq import FlexSeqArguments, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
+from tests.hf.plain import logged
 from tests.hf.tiny import noting_figures
-from tests.hf.trainers import flexseq_class
+from tests.hf.trainers import trainer_of
 from tests.programs import ROOT, run_program_on_ranks
 from tests.ranks import run_ranks
 from topics import questions
@@ -51,9 +51,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SETTINGS = {
-    **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "logging_steps": 1},
-    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
-    **{"ddp_find_unused_parameters": False, "max_grad_norm": 1.0},
+    **{"learning_rate": 2e-4, "lr_scheduler_type": "constant", "max_grad_norm": 1.0},
+    **{"optim": "adamw_torch", "ddp_find_unused_parameters": False, "data_collator": None},
 }
 
 
@@ -111,172 +110,113 @@ def pairs():
     return made
 
 
-def arguments(config, folder, ranks, accumulation, **settings):
-    batch = IN_A_STEP // ranks // accumulation
-    return config(
-        output_dir=str(folder),
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        **SETTINGS | settings,
-    )
-
-
-def of_trl(llama, folder, kind, *, ours, ranks=1, accumulation=1, lora=False, flexseq=(), **more):
-    """TRL's trainer `kind`, sft or dpo, on float32 weights, perhaps with the mixin in front."""
+def make(llama, folder, *, kind="sft", ours=True, ranks=1, accumulation=1, **more):
+    """TRL's trainer `kind`, sft or dpo, or that of transformers on the tokens of the recipe, on
+    float32 weights, sharded at load where `sharded` is given."""
     set_seed(0)
-    base, config = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[kind]
-    more = {"max_steps": EARLY, "bf16": False, "gradient_checkpointing": False} | more
-    given = {}
-    if ours:
-        base = flexseq_class(base)
-        given["flexseq_args"] = FlexSeqArguments(
-            **{"max_tokens_per_rank": CAP, "cost_model": "estimate", "lookahead": 0}
-            | dict(flexseq)
-        )
-    if lora:
+    shards = DistributedConfig(fsdp_size=ranks) if more.pop("sharded", False) else None
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    load = partial(AutoModelForCausalLM.from_pretrained, llama, dtype=torch.float32)
+    given = {"model": load(distributed_config=shards), "max_steps": EARLY}
+    if kind == "recipe":
+        base, given["train_dataset"] = Trainer, sequences(tokenizer)
+    else:
+        base, config = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[kind]
+        given |= {"config": config, "processing_class": tokenizer, "max_length": None}
+        given |= {"bf16": False, "gradient_checkpointing": False}
+        given["train_dataset"] = Dataset.from_list(rows() if kind == "sft" else pairs())
+    if more.pop("lora", False):
         given["peft_config"] = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     elif kind == "dpo":
-        given["ref_model"] = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    return base(
-        model=AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32),
-        args=arguments(config, folder, ranks, accumulation, max_length=None, **more),
-        train_dataset=Dataset.from_list(rows() if kind == "sft" else pairs()),
-        processing_class=AutoTokenizer.from_pretrained(llama),
-        **given,
-    )
-
-
-def of_transformers(llama, folder, ranks, *, sharded=False, **more):
-    """FlexSeqTrainer on the tokens of the recipe, on a model that is perhaps sharded at load."""
-    set_seed(0)
-    config = DistributedConfig(fsdp_size=ranks) if sharded else None
-    more = {"max_tokens_per_rank": CAP, "cost_model": "estimate", "lookahead": 0} | more
-    return FlexSeqTrainer(
-        model=AutoModelForCausalLM.from_pretrained(
-            llama, dtype=torch.float32, distributed_config=config
-        ),
-        args=arguments(FlexSeqConfig, folder, ranks, 1, max_steps=EARLY, **more),
-        train_dataset=sequences(AutoTokenizer.from_pretrained(llama)),
-    )
+        given["ref_model"] = load()
+    flexseq = {"max_tokens_per_rank": CAP, **more.pop("flexseq", {})} if ours else None
+    batch = IN_A_STEP // ranks // accumulation
+    settings = {"batch": batch, "accumulation": accumulation, **SETTINGS, **given, **more}
+    return trainer_of(base, folder, flexseq=flexseq, **settings)
 
 
 # ---- weights
 
 
-def weights(trainer):
-    """This rank's trained weights, whole, with the names of the model."""
-    named = trainer.model.named_parameters()
-    engine = getattr(trainer, "flexseq", None)
-    if isinstance(engine, PipelineEngine):
-        named = engine.stage.global_parameters()
-    for name, one in named:
-        if one.requires_grad:
-            yield name, whole(one.detach())
-
-
 class Kept(TrainerCallback):
-    """Writes the weights of some steps, and of the start."""
+    """Writes the trained weights of some steps, and of the start; in a pipeline each stage its
+    own."""
 
-    def __init__(self, folder):
-        self.folder, self.trainer = folder, None
-        folder.mkdir(parents=True)
+    def __init__(self, folder, trainer):
+        self.folder, self.trainer = folder, trainer
+        folder.mkdir(parents=True, exist_ok=True)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.keep(state)
+        self.keep(args, state)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step in (EARLY, LATE):
-            self.keep(state)
+            self.keep(args, state)
 
-    def keep(self, state):
-        save_file(dict(weights(self.trainer)), self.folder / f"{state.global_step}.safetensors")
-
-
-def stock_run(llama, folder, kind="sft", **settings):
-    """Where TRL on one process has written weights, its log beside them."""
-    trainer = of_trl(llama, folder / "out", kind, ours=False, **settings)
-    kept = Kept(folder / "kept")
-    kept.trainer = trainer
-    trainer.add_callback(kept)
-    trainer.train()
-    logged = losses(trainer)
-    del trainer, kept.trainer
-    gc.collect()  # its weights and Adam's state: ranks will need the memory
-    return folder / "kept", logged
+    def keep(self, args, state):
+        named = self.trainer.model.named_parameters()
+        engine = getattr(self.trainer, "flexseq", None)
+        is_stage = isinstance(engine, PipelineEngine)
+        if is_stage:
+            named = engine.stage.global_parameters()
+        weights = {name: whole(one.detach()) for name, one in named if one.requires_grad}
+        if is_stage or args.process_index == 0:
+            file = f"{state.global_step} {args.process_index}.safetensors"
+            save_file(weights, self.folder / file)
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-class Distances(TrainerCallback):
-    """Compares weights with those that a stock run has kept, after the same steps: the squares of
-    the distance and of the update, by step, of those weights that this rank has."""
-
-    def __init__(self, stock):
-        self.stock, self.trainer, self.found = stock, None, {}
-
-    def on_step_end(self, args, state, control, **kwargs):
-        file = self.stock / f"{state.global_step}.safetensors"
-        if file.exists():
-            found = self.found[state.global_step] = {}
-            # one weight at a time: several ranks compare on one machine
-            start = self.stock / "0.safetensors"
-            with safe_open(file, "pt") as kept, safe_open(start, "pt") as begun:
-                for name, one in weights(self.trainer):
-                    wanted = kept.get_tensor(name)
-                    found[name] = squares(one, wanted), squares(wanted, begun.get_tensor(name))
-
-
-def distances_of(trainer, stock, resume=None):
-    """Train; what `Distances` finds."""
-    distances = Distances(stock)
-    distances.trainer = trainer
-    trainer.add_callback(distances)
+def kept_run(trainer, folder, resume=None):
+    """Train and keep weights in a folder; the losses."""
+    trainer.add_callback(Kept(folder, trainer))
     trainer.train(resume_from_checkpoint=resume)
-    return distances.found
+    return logged(trainer.state.log_history, "loss")
 
 
-def squares(some, others):
-    return float((some.double() - others.double()).square().sum())
+def stock_run(llama, folder, **settings):
+    """Where TRL on one process has kept its weights, and its losses."""
+    losses = kept_run(make(llama, folder / "out", ours=False, **settings), folder / "kept")
+    gc.collect()  # its weights and Adam's state: ranks will need the memory
+    return folder / "kept", losses
 
 
-def of_update(*of_ranks):
-    """By step, the distance over the update, of all weights that the ranks have together."""
-    found = {}
-    for step in of_ranks[0]:
-        joined = {}
-        for one in of_ranks:
-            joined |= one[step]
-        apart, update = (sum(column) for column in zip(*joined.values(), strict=True))
-        found[step] = math.sqrt(apart / update)
-    return found
+def apart(stock, found):
+    """By step, how far kept weights are from those of a stock run, over the update."""
+    by_step = {}
+    for step in (EARLY, LATE):
+        distance, update = 0.0, 0.0
+        for file in found.glob(f"{step} *"):
+            # one weight at a time: all together do not fit
+            with (
+                safe_open(file, "pt") as ours,
+                safe_open(stock / f"{step} 0.safetensors", "pt") as theirs,
+                safe_open(stock / "0 0.safetensors", "pt") as begun,
+            ):
+                for name in ours.keys():  # noqa: SIM118
+                    wanted = theirs.get_tensor(name).double()
+                    distance += float((ours.get_tensor(name) - wanted).square().sum())
+                    update += float((begun.get_tensor(name) - wanted).square().sum())
+            by_step[step] = math.sqrt(distance / update)
+    return by_step
 
 
-def compared(rank, world_size, make, stock, options):
-    """Train as one of the ranks; distances by step and weight, losses, and whether a group of
-    several ranks has formed."""
-    trainer = make(ranks=world_size, **options)
+def compared(rank, world_size, llama, folder, options):
+    """Train as one of the ranks; losses, and whether a group of several ranks has formed."""
+    trainer = make(llama, folder, ranks=world_size, **options)
     steps = noting_figures(trainer)
-    distances = distances_of(trainer, stock)
-    is_shared = any(
-        value
-        for one in steps
-        for name, value in one.items()
-        if name.startswith("groups_of_") and name != "groups_of_1"
-    )
-    return distances, losses(trainer), is_shared
+    losses = kept_run(trainer, folder / "ours")
+    groups = {name for one in steps for name, value in one.items() if value}
+    return losses, any(n.startswith("groups_of_") and n != "groups_of_1" for n in groups)
 
 
-def apart(make, ranks, stock, name, *, pipeline=False, losses_within=1e-3, **options):
-    """By step, how far a run on some ranks is from the stock run; printed under a name."""
+def ours_apart(llama, folder, stock, ranks, *, losses_within=1e-3, **options):
+    """By step, how far a run on some ranks is from the stock run; printed."""
     kept, wanted = stock
-    results = run_ranks(compared, ranks, make, kept, options, seconds=SECONDS)
-    found = of_update(*(distances for distances, *_ in results))
-    print(f"{name}: {found}")
-    for _, logged, is_shared in results:
-        assert pipeline or is_shared, "no sequence was cut"
-        assert logged == pytest.approx(wanted[: len(logged)], rel=losses_within)
+    has_stages = "pipeline_parallel_size" in options.get("flexseq", {})
+    for losses, is_shared in run_ranks(compared, ranks, llama, folder, options, seconds=SECONDS):
+        assert has_stages or is_shared, "no sequence was cut"
+        assert losses == pytest.approx(wanted[: len(losses)], rel=losses_within)
+    found = apart(kept, folder / "ours")
+    print(f"{ranks} ranks, {options}: {found}")
     return found
 
 
@@ -286,12 +226,10 @@ def stock(llama, tmp_path_factory):
     return stock_run(llama, tmp_path_factory.mktemp("stock"), max_steps=LATE)
 
 
-def bounds_of(llama, folder, stock, kind="sft", **settings):
+def bounds_of(llama, folder, stock, **settings):
     """By step: BOUND, or CHANCE times how far TRL is from itself with three batches a step."""
-    trainer = of_trl(llama, folder, kind, ours=False, accumulation=3, **settings)
-    found = of_update(distances_of(trainer, stock[0]))
-    del trainer
-    gc.collect()
+    again, _ = stock_run(llama, folder / "again", accumulation=3, **settings)
+    found = apart(stock[0], again)
     print(f"TRL from itself with another accumulation: {found}")
     return {step: max(BOUND, CHANCE * value) for step, value in found.items()}
 
@@ -305,7 +243,7 @@ def bounds(llama, stock, tmp_path_factory):
 
 
 def test_the_recipe_makes_the_tokens_that_trl_makes(llama, tmp_path):
-    theirs = of_trl(llama, tmp_path, "sft", ours=False).train_dataset
+    theirs = make(llama, tmp_path, ours=False).train_dataset
     ours = sequences(AutoTokenizer.from_pretrained(llama))
     assert len(ours) == len(theirs) == 72
     for found, wanted in zip(ours, theirs, strict=True):
@@ -318,67 +256,59 @@ def ulysses(ranks):
     return {"flexseq": {"planner": "static", "sp_degree": ranks, "strategy": "ulysses"}}
 
 
-# by name: ranks, the function that makes the trainer, its options
+# by name: ranks, and options of `make`
 RUNS = {
-    **{f"{ranks} ranks": (ranks, of_trl, {"max_steps": LATE}) for ranks in (2, 3, 4)},
-    **{f"ulysses of {ranks}": (ranks, of_trl, ulysses(ranks)) for ranks in (2, 3)},
-    "checkpointing": (2, of_trl, {"gradient_checkpointing": True}),
-    "FSDP2": (2, of_transformers, {"sharded": True}),
-    "two stages": (2, of_transformers, {"pipeline_parallel_size": 2}),
+    **{f"{ranks} ranks": (ranks, {"max_steps": LATE}) for ranks in (2, 3, 4)},
+    **{f"ulysses of {ranks}": (ranks, ulysses(ranks)) for ranks in (2, 3)},
+    "checkpointing": (2, {"gradient_checkpointing": True}),
+    "FSDP2": (2, {"kind": "recipe", "sharded": True}),
+    "two stages": (2, {"kind": "recipe", "flexseq": {"pipeline_parallel_size": 2}}),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_steps_on_completions_equal_trls(llama, tmp_path, stock, bounds, name):
-    ranks, function, options = RUNS[name]
-    make = partial(function, llama, tmp_path)
-    if function is of_trl:
-        make = partial(make, "sft", ours=True)
-    found = apart(make, ranks, stock, name, pipeline=name == "two stages", **options)
-    for step, distance in found.items():
+    ranks, options = RUNS[name]
+    for step, distance in ours_apart(llama, tmp_path, stock, ranks, **options).items():
         assert distance <= bounds[step]
 
 
-def resumed(rank, world_size, llama, folder, stock):
+def resumed(rank, world_size, llama, folder):
     """Stop after two steps, and go on from their checkpoint to the third."""
-    saving = {"ours": True, "ranks": world_size, "save_strategy": "steps", "save_steps": 2}
-    of_trl(llama, folder, "sft", max_steps=2, **saving).train()
-    trainer = of_trl(llama, folder, "sft", **saving)
-    return distances_of(trainer, stock, resume=str(folder / "checkpoint-2"))
+    saving = {"ranks": world_size, "save_strategy": "steps", "save_steps": 2}
+    make(llama, folder, max_steps=2, **saving).train()
+    kept_run(make(llama, folder, **saving), folder / "ours", str(folder / "checkpoint-2"))
 
 
 def test_a_run_that_goes_on_equals_trls(llama, tmp_path, stock, bounds):
-    results = run_ranks(resumed, 2, llama, tmp_path, stock[0], seconds=SECONDS)
-    found = of_update(*results)
+    run_ranks(resumed, 2, llama, tmp_path, seconds=SECONDS)
+    found = apart(stock[0], tmp_path / "ours")
     print(f"resumed: {found}")
     assert found[EARLY] <= bounds[EARLY]
 
 
 def test_autocast_is_as_near_to_float32_as_trls(llama, tmp_path, stock):
-    trainer = of_trl(llama, tmp_path / "stock", "sft", ours=False, bf16=True)
-    theirs = of_update(distances_of(trainer, stock[0]))[EARLY]
-    logged = zip(losses(trainer), stock[1], strict=False)
-    losses_within = 2 * max(abs(one / wanted - 1) for one, wanted in logged)
-    print(f"TRL in bf16: {theirs}, losses {losses_within / 2}")
-    make = partial(of_trl, llama, tmp_path, "sft", ours=True, bf16=True)
-    found = apart(make, 2, stock, "bf16", losses_within=losses_within)
+    kept, losses = stock_run(llama, tmp_path / "stock", bf16=True)
+    theirs = apart(stock[0], kept)[EARLY]
+    within = 2 * max(abs(one / wanted - 1) for one, wanted in zip(losses, stock[1], strict=False))
+    print(f"TRL in bf16: {theirs}, losses {within / 2}")
+    found = ours_apart(llama, tmp_path, stock, 2, bf16=True, losses_within=within)
     assert found[EARLY] <= 1.2 * theirs
 
 
-def assert_equal_to_trl(model, folder, name, kind="sft", **options):
+def assert_equal_to_trl(model, folder, **options):
     """Compare with a stock run of the same options, by the bounds of these."""
-    kept = stock_run(model, folder / "stock", kind, **options)
-    bounds = bounds_of(model, folder, kept, kind, **options)
-    make = partial(of_trl, model, folder, kind, ours=True, **options)
-    assert apart(make, 2, kept, name)[EARLY] <= bounds[EARLY]
+    kept = stock_run(model, folder / "stock", **options)
+    bounds = bounds_of(model, folder, kept, **options)
+    assert ours_apart(model, folder, kept, 2, **options)[EARLY] <= bounds[EARLY]
 
 
 def test_adapters_equal_trls(llama, tmp_path):
-    assert_equal_to_trl(llama, tmp_path, "LoRA", lora=True)
+    assert_equal_to_trl(llama, tmp_path, lora=True)
 
 
 def test_preferences_with_shared_prompts_equal_trls(llama, tmp_path):
-    assert_equal_to_trl(llama, tmp_path, "DPO", "dpo", learning_rate=5e-6)
+    assert_equal_to_trl(llama, tmp_path, kind="dpo", learning_rate=5e-6)
 
 
 def test_the_recipes_checkpoint_generates_in_plain_transformers(llama, tmp_path):
@@ -418,4 +348,4 @@ def test_a_gemma_with_windows_equals_trl(tmp_path):
     config = json.loads((gemma / "config.json").read_text())
     config["sliding_window"] = CAP // 2  # the longest rows are longer
     (gemma / "config.json").write_text(json.dumps(config))
-    assert_equal_to_trl(gemma, tmp_path, "Gemma")
+    assert_equal_to_trl(gemma, tmp_path)

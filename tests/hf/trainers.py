@@ -157,7 +157,14 @@ def weights_of(model: Any) -> dict[str, Array]:
 
 def weights_apart(stock: Run, ours: Run) -> float:
     """||ours - stock|| over ||stock - start||, all weights together."""
-    return distance(stock.weights, ours.weights) / distance(stock.weights, stock.start)
+    return update_error(stock.start, stock.weights, ours.weights)
+
+
+def update_error(
+    before: Mapping[str, Array], wanted: Mapping[str, Array], found: Mapping[str, Array]
+) -> float:
+    """||found - wanted|| over ||wanted - before||, all weights together."""
+    return distance(wanted, found) / distance(wanted, before)
 
 
 def distance(some: Mapping[str, Array], others: Mapping[str, Array]) -> float:

@@ -5,12 +5,12 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.kernels import KernelCall
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.kernels.segments import Segments
 from tests.kernels.reference import Reference
+from tests.operators import Noted
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -231,19 +231,10 @@ def test_16_bit_inputs_are_rounded_once_and_their_gradients_stay_wide(softcap):
     assert (out.double() - exact).norm() < 1.6 * (rounded - exact).norm()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the elements of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
+def elements_of(operator, args, result):
+    """Of the largest tensor that an operation returns."""
+    made = result if isinstance(result, (tuple, list)) else (result,)
+    return max((x.numel() for x in made if isinstance(x, torch.Tensor)), default=0)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(512, None), (None, 5.0), (512, 5.0)])
@@ -251,6 +242,6 @@ def test_no_tensor_has_tokens_times_tokens_elements(window, softcap):
     tokens = 2_048
     segments = Segments([tokens], [tokens], causal=True, device=CPU, window=window)
     inputs = random_inputs(segments, (1, 1), dtype=torch.float32)
-    with LargestTensor() as largest:
+    with Noted(elements_of) as noted:
         run(CpuFlash(), *inputs, segments, softcap)
-    assert largest.elements <= tokens * tokens / 32
+    assert max(noted.found) <= tokens * tokens / 32

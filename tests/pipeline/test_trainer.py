@@ -2,6 +2,7 @@
 against the plain Trainer in one process. Checkpoints are in `test_checkpoints.py`."""
 
 import random
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -26,16 +27,12 @@ from hf_flexseq.pipeline.trainer.mixin import PipelineMixin
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.planner.process.client import InlinePlanner
 from tests.budget import others_nightly
+from tests.differential.case import Case
+from tests.differential.runs import stock_run
+from tests.hf.plain import dataset, float64_loss, logged, training_arguments
 from tests.hf.test_reentrant_checkpointing import without_reentrant
-from tests.hf.test_trainer import (
-    dataset,
-    float64_loss,
-    logged,
-    plain_run,
-    training_arguments,
-    update_error,
-)
 from tests.hf.tiny import tiny_llama
+from tests.hf.trainers import update_error
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_stages import model_of as model_of_kind
 from tests.ranks import run_cases, run_ranks
@@ -142,10 +139,16 @@ def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
     return weights_of(trainer), trainer.state
 
 
-def plain_weights(folder, sequences, tied, **options):
+def plain_run(folder, sequences, tied, **options):
     """Of the plain Trainer with so many sequences per step."""
-    options = {"optim": "sgd", **options}
-    return plain_run(folder, batch=sequences, loss=float64_loss, model=model_of(tied), **options)
+    settings = {"train_dataset": dataset(), **options}
+    case = Case(
+        model=partial(model_of, tied),
+        settings=settings,
+        batch=sequences,
+        stock_loss=float64_loss,
+    )
+    return stock_run(case, folder)
 
 
 def evaluated_alone(folder, tied, weights):
@@ -179,16 +182,16 @@ def test_steps_equal_the_plain_trainer(tmp_path, world_size, stages, tied, optio
     options = {"batch": 1, "optim": "sgd", "max_steps": 2, **options}
     common = {key: options[key] for key in ("optim", "max_steps")}
     sequences = 2 * options["batch"] * world_size
-    before, wanted, history = plain_weights(tmp_path, sequences, tied, **common)
+    plain = plain_run(tmp_path, sequences, tied, **common)
     results = run_ranks(pipeline_run, world_size, tmp_path, stages, tied, options, seconds=150)
     found = joined(results)
-    assert update_error(before, wanted, found) < 1e-8
+    assert update_error(plain.start, plain.weights, found) < 1e-8
     wanted_evaluation = evaluated_alone(tmp_path, tied, found)
     for _, log, evaluated in results:
-        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
-        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
+        assert logged(log, "loss") == pytest.approx(logged(plain.log, "loss"), rel=1e-6)
+        assert logged(log, "grad_norm") == pytest.approx(logged(plain.log, "grad_norm"), rel=1e-8)
         assert evaluated == pytest.approx(wanted_evaluation, rel=1e-9)
-    assert max(logged(history, "grad_norm")) > 0.5, "nothing was clipped"
+    assert max(logged(plain.log, "grad_norm")) > 0.5, "nothing was clipped"
 
 
 CHECKPOINTING = {
@@ -215,13 +218,13 @@ OWN_PLANS = {
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", others_nightly(OWN_PLANS, tried=[2]))
 def test_every_schedule_equals_the_plain_trainer(tmp_path, world_size):
-    before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
+    plain = plain_run(tmp_path, 8, True, max_steps=2)
     common = {"plans": "own", "max_steps": 2, "batch": 4 // world_size}
     settings = [{**common, **options} for options in OWN_PLANS[world_size]]
     cases = [(tmp_path, 2, True, options, False) for options in settings]
     by_case = run_cases(pipeline_run, world_size, cases, seconds=150)
     for results, used in zip(by_case, settings, strict=True):
-        assert update_error(before, wanted, joined(results)) < 1e-8, used
+        assert update_error(plain.start, plain.weights, joined(results)) < 1e-8, used
 
 
 def after_accelerate(rank, world_size, folder):
@@ -246,9 +249,9 @@ def after_accelerate(rank, world_size, folder):
 
 @pytest.mark.processes
 def test_the_callback_makes_a_pipeline_of_a_stock_trainer_and_takes_fsdp_over(tmp_path):
-    before, wanted, _ = plain_weights(tmp_path, 8, True, max_steps=2)
+    plain = plain_run(tmp_path, 8, True, max_steps=2)
     found = joined(run_ranks(after_accelerate, 4, tmp_path))
-    assert update_error(before, wanted, found) < 1e-8
+    assert update_error(plain.start, plain.weights, found) < 1e-8
 
 
 def losses_called_while_attaching(rank, world_size, folder):

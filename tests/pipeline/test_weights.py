@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.pipeline.weights import WeightGradients
+from tests.operators import Noted
 from tests.pipeline.live_bytes import LiveBytes
 
 
@@ -69,25 +69,17 @@ def test_over_many_chunks_in_bfloat16_gradients_are_added_up_in_float32(deferred
 # ---- casts
 
 
-class Casts(TorchDispatchMode):
-    """Counts the copies of a weight in another dtype."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._to_copy.default and made.shape == self.shape:
-            self.count += 1
-        return made
-
-
 @pytest.mark.parametrize("split", [False, True])
 def test_a_weight_is_cast_once_per_step(split):
     module = nn.Linear(5, 7)
     store = WeightGradients([module])
-    with Casts(module.weight.shape) as casts:
+
+    def cast_of_weight(operator, args, result):
+        if operator is torch.ops.aten._to_copy.default and result.shape == module.weight.shape:
+            return result.dtype
+        return None
+
+    with Noted(cast_of_weight) as casts:
         for step in range(1, 3):
             with store.casting_once():
                 for chunk in range(3):
@@ -100,7 +92,7 @@ def test_a_weight_is_cast_once_per_step(split):
                         store.run(chunk)
                     else:
                         loss.backward()
-            assert casts.count == step
+            assert len(casts.found) == step
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_flexseq.base.versions import TESTED
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
@@ -13,6 +12,7 @@ from hf_flexseq.steps.early_encoding import EarlyEncoder, first_values, weights_
 from hf_flexseq.steps.feature_form import FeatureForm
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.images import Image, UnsupportedImages
+from tests.operators import Noted
 from tests.ranks import join, run_threads
 
 TOKENS, WIDTH = 6, 3
@@ -102,18 +102,8 @@ def test_a_rank_whose_images_train_nothing_takes_part_in_the_exchange_of_gradien
     assert run_threads(exchanges_of_frozen_features, 1, keeps_graph) == [1]
 
 
-class Additions(TorchDispatchMode):
-    """Notes the dtypes in which rows are added to others."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Called for every operator inside of the block."""
-        if function is torch.ops.aten.index_add_.default:
-            self.dtypes.append(args[0].dtype)
-        return function(*args, **(kwargs or {}))
+def dtype_of_added_rows(operator, args, result):
+    return args[0].dtype if operator is torch.ops.aten.index_add_.default else None
 
 
 class OneRowTower:
@@ -136,9 +126,9 @@ def gradient_of_a_shared_row(rank, world_size):
     tower = OneRowTower()
     step = step_of_one_image([torch.zeros(600, dtype=torch.int64)], keeps_graph=True, tokens=1)
     step.begin(last=0)
-    with Additions() as additions:
+    with Noted(dtype_of_added_rows) as additions:
         step.of_micro_batch(0, tower).sum().backward()
-    return tower.weight.grad, additions.dtypes
+    return tower.weight.grad, additions.found
 
 
 def test_gradients_of_a_row_that_many_tokens_have_are_added_in_float32():

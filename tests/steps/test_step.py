@@ -197,14 +197,6 @@ def test_finite_steps_and_skipped_steps_are_not_reported():
     assert watch.report() is None
 
 
-def test_a_step_is_reported_once_and_after_the_next_one_was_taken():
-    watch = watch_of(bad=torch.tensor([NAN]))
-    watch.take(8, LOSS, {"bad": torch.ones(1)})
-    assert watch.report()["step"] == 7
-    watch.settle(skipped=False)
-    assert watch.report() is None
-
-
 def test_all_ranks_raise_alike_with_what_each_has_found():
     names = (["a", "b"], ["the loss", "b", "c", "d", "e"])
     first, last = ({"step": 7, "names": own} for own in names)

@@ -25,8 +25,8 @@ from tests.hf.drawn_settings import sources
 from tests.hf.drawn_settings.case import CHANGES
 from tests.hf.drawn_settings.options import ON_SAMPLES
 from tests.hf.drawn_settings.verdicts import Judged, Outcome, Verdict, of_both, of_refusal
-from tests.hf.plain import float64_loss, training_arguments
-from tests.hf.trainers import weights_of, word_tokenizer, zero
+from tests.hf.plain import float64_loss
+from tests.hf.trainers import trainer_of, weights_of, word_tokenizer, zero
 from tests.ranks import run_ranks
 
 RANKS = 2
@@ -52,7 +52,7 @@ def make_trainer(case, is_ours, folder):
     """Return the trainer of a case, stock or with hf_flexseq."""
     changes = [CHANGES[name] for name in case.changes]
     stock, config = TRAINERS[case.trainer]
-    arguments = _arguments(case, folder)
+    arguments = {"data_collator": None, **_arguments(case, folder)}
     if not is_ours and case.trainer == "trainer":
         # stock computes its loss in the model's dtype, as hf_flexseq does
         base_of(arguments["model"]).loss_function = float64_loss
@@ -61,35 +61,33 @@ def make_trainer(case, is_ours, folder):
             change.model(arguments["model"])
         arguments |= change.arguments or {}
     bases = [change.methods for change in changes if change.methods is not None]
-    if is_ours and case.way == "mixin":
-        bases.insert(0, FlexSeqMixin)
     if is_ours and case.way == "subclass":
         bases.append(FlexSeqMixin)
-    options = FlexSeqArguments(cost_model="estimate", **case.ours)
-    if is_ours and case.way != "callback":
-        arguments["flexseq_args"] = options
-    cls = type("DrawnTrainer", (*bases, stock), {})
-    trainer = cls(args=_configuration(case, config, folder), **arguments)
+    settings = copy.deepcopy(case.settings)
+    settings["batch"] = settings.pop("per_device_train_batch_size")
+    settings["accumulation"] = settings.pop("gradient_accumulation_steps")
+    if config is not TrainingArguments:
+        defaults = {"gradient_checkpointing": False, "bf16": False, "max_length": None}
+        settings = {**defaults, **settings}
+    if case.trainer == "sft" and case.data == "table":
+        settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    if case.sharding == "zero3":
+        settings["deepspeed"] = zero(3)
+    trainer = trainer_of(
+        type("DrawnTrainer", (*bases, stock), {}),
+        folder,
+        config=config,
+        flexseq=case.ours if is_ours and case.way != "callback" else None,
+        **settings,
+        **arguments,
+    )
     for change in changes:
         if change.trainer is not None:
             change.trainer(trainer)
     if is_ours and case.way == "callback":
+        options = FlexSeqArguments(cost_model="estimate", **case.ours)
         trainer.add_callback(FlexSeqCallback(trainer, options))
     return trainer
-
-
-def _configuration(case, config, folder):
-    settings = {"per_device_eval_batch_size": 2}
-    if config is not TrainingArguments:
-        settings |= {"gradient_checkpointing": False, "bf16": False, "max_length": None}
-    if case.trainer == "sft" and case.data == "table":
-        settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
-    settings |= copy.deepcopy(case.settings)
-    if case.sharding == "zero3":
-        settings["deepspeed"] = zero(3)
-    batch = settings.pop("per_device_train_batch_size")
-    accumulation = settings.pop("gradient_accumulation_steps")
-    return training_arguments(config, folder, batch=batch, accumulation=accumulation, **settings)
 
 
 def _arguments(case, folder):

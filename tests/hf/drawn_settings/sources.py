@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from tests.hf.objectives import word_tokenizer, words_of
-from tests.hf.plain import padded
+from tests.hf.plain import Stream, padded
 from tests.hf.tiny import VOCAB, documents, tiny_gpt2, tiny_llama, tiny_model
 
 TARGETS = 6  # of each sequence that is evaluated, so that a mean of batches is one over all tokens
@@ -106,16 +106,6 @@ def prompts_and_completions(count, *, even):
         completion = " " + words_of(rng, 6 if even else rng.randrange(1, 30))
         rows.append({"prompt": prompt, "completion": completion})
     return Dataset.from_list(rows)
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """A stream of examples, without a length."""
-
-    def __init__(self, rows):
-        self._rows = rows
-
-    def __iter__(self):
-        return iter(copy.deepcopy(self._rows))
 
 
 class Rows(torch.utils.data.Dataset):

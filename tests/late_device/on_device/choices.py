@@ -7,9 +7,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from tests.budget import others_nightly
+from tests.hf.plain import logged
 from tests.hf.test_shared_prefixes import conversations
 from tests.hf.test_step_memory import RunsOut, cap_after
-from tests.hf.test_trainer import logged
 from tests.hf.test_video_parts import PART
 from tests.hf.tiny import documents, tiny_llama
 from tests.hf.vision import tiny_vision_model, vision_examples
@@ -106,13 +107,7 @@ def results(folder, name, *, use_cpu):
         return trained(folder, **options)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.nightly)
-        for name in RUNS
-    ],
-)
+@pytest.mark.parametrize("name", others_nightly(RUNS, tried=EVERY_TIME))
 def test_it_trains_as_on_a_cpu(tmp_path, name):
     losses, evaluated, wanted = results(tmp_path, name, use_cpu=True)
     found_losses, found_evaluated, found = results(tmp_path, name, use_cpu=False)

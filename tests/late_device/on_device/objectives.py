@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hf import objectives, test_objectives, trainers
-from tests.hf.test_trainer import training_arguments
+from tests.hf.plain import training_arguments
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 

@@ -10,7 +10,7 @@ from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.hf.model.shared_prefixes import refuse_noise
 from hf_flexseq.kernels import choose
 from hf_flexseq.prove.command import prove
-from tests.hf.test_trainer import logged
+from tests.hf.plain import logged
 from tests.hf.tiny import documents, tiny_llama
 from tests.kernels.reference import Reference
 from tests.late_device.install import ops

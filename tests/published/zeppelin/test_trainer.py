@@ -8,15 +8,11 @@ import pytest
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin import remap, routes
-from tests.hf.test_trainer import (
-    dataset,
-    float64_loss,
-    logged,
-    plain_run,
-    training_arguments,
-    update_error,
-)
+from tests.differential.case import Case
+from tests.differential.runs import stock_run
+from tests.hf.plain import dataset, float64_loss, logged, training_arguments
 from tests.hf.tiny import tiny_llama
+from tests.hf.trainers import update_error
 from tests.published.zeppelin.gainful_passes import SLOW
 from tests.ranks import run_ranks
 
@@ -51,11 +47,12 @@ def train(rank, world_size, folder):
 
 def test_a_trainer_with_passes_equals_the_plain_one(tmp_path):
     COST.save(tmp_path / "cost.json")
-    before, wanted, history = plain_run(tmp_path, batch=8, loss=float64_loss, max_steps=3)
+    case = Case(settings={"train_dataset": dataset()}, batch=8, stock_loss=float64_loss)
+    plain = stock_run(case, tmp_path)
     by_rank = run_ranks(train, 4, tmp_path, ranks_per_node=2, seconds=120)
     for found, log, routed, _ in by_rank:
-        assert update_error(before, wanted, found) < 1e-8
-        assert logged(log, "loss") == pytest.approx(logged(history, "loss"), rel=1e-6)
-        assert logged(log, "grad_norm") == pytest.approx(logged(history, "grad_norm"), rel=1e-8)
+        assert update_error(plain.start, plain.weights, found) < 1e-8
+        assert logged(log, "loss") == pytest.approx(logged(plain.log, "loss"), rel=1e-6)
+        assert logged(log, "grad_norm") == pytest.approx(logged(plain.log, "grad_norm"), rel=1e-8)
         assert routed
     assert any(moved for *_, moved in by_rank)
