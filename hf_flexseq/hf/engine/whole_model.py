@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.attention.contexts import ModelContexts
+from hf_flexseq.attention.context import ModelContexts
 from hf_flexseq.hf.engine.model_planning import EngineSetup, ModelPlanning
 from hf_flexseq.hf.engine.reduction import GradientReduction, note_trained, whole_parameters
 from hf_flexseq.hf.model.adapters import unsuitable_adapter
@@ -230,12 +230,15 @@ class WholeModel(AttachedModel):
         """Return a maker of contexts with a model's kernel, whose layers `both_ways` show images
         both ways."""
         return ModelContexts(
-            self.setup.communicator,
-            kernel,
-            self.setup.accelerator.device,
-            save_attention_output=self.setup.args.save_attention_output,
-            passes=self.planning.passes,
-            both_ways=both_ways,
+            partial(
+                SequenceContext,
+                communicator=self.setup.communicator,
+                kernel=kernel,
+                device=self.setup.accelerator.device,
+                save_attention_output=self.setup.args.save_attention_output,
+                passes=self.planning.passes,
+                both_ways=both_ways,
+            )
         )
 
     def inputs_alone(self, row: SourceRow) -> Inputs:
