@@ -11,7 +11,7 @@ All ranks' rows have the same columns (`common_dtypes`), even the row of a rank 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,22 @@ Columns = dict[str, torch.Tensor]
 # ---- this rank's row
 
 
+class RowCounts(NamedTuple):
+    """Numbers that a row, or all ranks' rows, have besides lengths, for divisors and warnings."""
+
+    uncounted_targets: int = 0
+    """Targets of virtual tokens, which the plain Trainer trains on and does not count."""
+
+    padding_targets: int = 0
+    """Targets next to padding, which were left out."""
+
+    other_rows: int = 0
+    """Rows that the user's collator makes otherwise of a whole batch."""
+
+
+NO_COUNTS = RowCounts()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRow:
     """The sequences that this rank drew for one step, one after the other."""
@@ -50,14 +66,7 @@ class SourceRow:
     virtual_tokens: int = 0
     """Virtual tokens in front of each sequence (`virtual_tokens.py`)."""
 
-    uncounted_targets: int = 0
-    """Targets of virtual tokens, which the plain Trainer trains on and does not count."""
-
-    padding_targets: int = 0
-    """Targets next to padding, which were left out."""
-
-    other_rows: int = 0
-    """Rows that the user's collator makes otherwise of a whole batch."""
+    counts: RowCounts = NO_COUNTS
 
     given_images: tuple[Mapping[str, torch.Tensor], ...] = ()
     """Tensors of each sequence's images as the collator gave them; () for a row without any."""
@@ -151,13 +160,14 @@ def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
         lengths += batch[LENGTHS]
         first_labels += batch.get(FIRST_LABELS) or [IGNORE_INDEX for _ in batch[LENGTHS]]
         images += batch.get(IMAGES) or [{} for _ in batch[LENGTHS]]
-    padding_targets = sum(batch.get(PADDING_TARGETS, 0) for batch in batches)
     return SourceRow(
         columns=columns,
         lengths=tuple(lengths),
         first_labels=tuple(first_labels),
-        padding_targets=padding_targets,
-        other_rows=sum(batch.get(OTHER_ROWS, 0) for batch in batches),
+        counts=RowCounts(
+            padding_targets=sum(batch.get(PADDING_TARGETS, 0) for batch in batches),
+            other_rows=sum(batch.get(OTHER_ROWS, 0) for batch in batches),
+        ),
         given_images=tuple(images) if any(images) else (),
     )
 
@@ -202,14 +212,8 @@ class DrawnStep:
     targets: tuple[int, ...]
     """Tokens with a label, of each sequence of all ranks."""
 
-    uncounted_targets: int = 0
-    """Targets that the plain Trainer does not count, of all ranks."""
-
-    padding_targets: int = 0
-    """Targets next to padding, which were left out, of all ranks."""
-
-    other_rows: int = 0
-    """Rows that the user's collator makes differently of a whole batch, of all ranks."""
+    counts: RowCounts = NO_COUNTS
+    """Of all ranks."""
 
     images: tuple[ImageSize, ...] = ()
     """Images of all ranks, in the order of their sequences; those with the same pixels once."""
