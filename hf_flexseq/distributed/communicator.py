@@ -29,17 +29,12 @@ class Communicator:
     __slots__ = ("blocks", "lanes", "rank", "topology", "transport")
 
     def __init__(
-        self,
-        topology: Topology | None = None,
-        *,
-        transport: Transport | None = None,
-        use_blocks: bool = False,
+        self, topology: Topology | None = None, *, transport: Transport | None = None
     ) -> None:
         """Open the lanes. Collective over the world.
 
         topology: nodes and ranks; None finds them out.
         transport: between the ranks; None takes this process's.
-        use_blocks: whether to make a group for every aligned block at once.
         Raises ValueError when `topology` does not have as many ranks as the job.
         """
         self.transport = transport or connect()
@@ -62,8 +57,6 @@ class Communicator:
             # Posts are independent: messages to near and far peers go in one post.
             self.lanes = [self._open_lane("between ranks", everyone, mates + counterparts)]
         self.blocks: dict[tuple[int, int], RankGroup] = {}  # by [start, stop) of ranks
-        if use_blocks:
-            self.open_blocks(range(2, world_size + 1))
 
     def _open_lane(self, kind: str, parts: Sequence[Sequence[int]], peers: Sequence[int]) -> Lane:
         """Open lanes of disjoint sets that hold all ranks, and return this rank's. Collective."""

@@ -10,54 +10,31 @@ second wait for it would block until the timeout. Its uneven all-to-all sends th
 a slow link one after the other: 3 MB each way at 133 Mbit/s took 0.33 s, and 0.19 s by messages.
 """
 
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
 from hf_flexseq.distributed.process_groups import (
-    OpenGroups,
     PendingTransfers,
-    ProcessGroupRanks,
-    new_group,
+    ProcessGroupTransport,
     post_one_by_one,
 )
-from hf_flexseq.distributed.transport import (
-    Capabilities,
-    Label,
-    Lane,
-    Messages,
-    NamedLanes,
-    unnamed,
-)
+from hf_flexseq.distributed.transport import Capabilities, Label, Lane, Messages, unnamed
 
 
-class GlooTransport(NamedLanes):
+class GlooTransport(ProcessGroupTransport):
     """One rank's way to all others over gloo."""
 
-    __slots__ = ("_groups", "_messages", "cpu_group", "rank", "world_size")
-
+    backend = "gloo"
     capabilities = Capabilities(ordered=False, waits_on_stream=False)
     meshes = 2  # groups in which each rank is connected to every other one
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:
         """Make the groups of all ranks on the CPU. Collective over the world."""
         assert device.type == "cpu", f"gloo carries no messages on {device.type}"
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.cpu_group = GlooCpuGroup(timeout)
+        super().__init__(timeout)
         self._messages = dist.new_group(backend="gloo", timeout=timeout)
-        self._groups = OpenGroups(
-            lambda parts: new_group(parts, "gloo", timeout, self.cpu_group), self.cpu_group
-        )
-
-    def open_group(
-        self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
-    ) -> ProcessGroupRanks | None:
-        """See `Transport.open_group`."""
-        return self._groups.open(parts)
 
     def post(
         self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed

@@ -25,11 +25,6 @@ def _is_of_transfer(error: RuntimeError) -> bool:
     return any(sign in str(error) for sign in _SIGNS_OF_GLOO)
 
 
-def _named(ranks: Sequence[int]) -> str:
-    """Return some ranks as an error names them."""
-    return ", ".join(f"rank {rank}" for rank in ranks)
-
-
 # Among so few ranks a value of so many bytes travels in the meeting's own messages.
 INLINE_RANKS = 16
 INLINE_BYTES = 1024
@@ -132,9 +127,7 @@ class GlooCpuGroup(CpuGroup):
             missing = self.roll_call(others)
             if not missing:
                 raise
-            raise LostRank(
-                f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {error}"
-            ) from error
+            raise self._lost(missing, error) from error
 
     def roll_call(self, ranks: Sequence[int]) -> list[int]:
         """Return the members of `ranks` that do not answer."""
@@ -188,9 +181,12 @@ class GlooCpuGroup(CpuGroup):
                     missing.append(peer)
                     why = error
         if why is not None:
-            raise LostRank(
-                f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {why}"
-            ) from why
+            raise self._lost(missing, why) from why
+
+    def _lost(self, missing: Sequence[int], why: RuntimeError) -> LostRank:
+        """Return the error that names ranks which did not answer."""
+        ranks = ", ".join(f"rank {rank}" for rank in missing)
+        return LostRank(f"rank {self._rank}: {ranks} did not answer in {self.phase}: {why}")
 
     @contextmanager
     def _naming_phase(self) -> Iterator[None]:

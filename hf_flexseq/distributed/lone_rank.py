@@ -10,9 +10,9 @@ from hf_flexseq.distributed.transport import (
     Label,
     Lane,
     Messages,
-    NamedLanes,
     Pending,
     RankGroup,
+    Transport,
     unnamed,
 )
 
@@ -36,10 +36,8 @@ class LoneCpuGroup(CpuGroup):
         """Leave the sum of one tensor as it is."""
 
 
-class LoneTransport(NamedLanes):
+class LoneTransport(Transport):
     """The transport of a single rank."""
-
-    __slots__ = ("cpu_group",)
 
     rank = 0
     world_size = 1

@@ -59,7 +59,9 @@ def run_layers(
     micro_batch = MICRO_BATCHES[name]
 
     def run(transport):
-        communicator = Communicator(TOPOLOGY, transport=transport, use_blocks=blocks)
+        communicator = Communicator(TOPOLOGY, transport=transport)
+        if blocks:
+            communicator.open_blocks(range(2, RANKS + 1))
         if passes is None:
             shard = make_shard(micro_batch, LENGTHS, transport.rank)
         else:
