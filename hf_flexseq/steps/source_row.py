@@ -99,6 +99,14 @@ class SourceRow:
             dtypes[name] = str(value.dtype).removeprefix("torch.")
         return dtypes
 
+    def with_new(self, columns: Columns, reason: str) -> "SourceRow":
+        """Return this row with further columns of [tokens]. Raises ValueError if the dataset has
+        one of them. reason: what they are there for, in words."""
+        for name in columns:
+            if name in self.columns:
+                raise ValueError(f"the dataset has a column {name!r}, which {reason}: rename it")
+        return replace(self, columns=self.columns | columns)
+
     def with_columns(self, dtypes: Mapping[str, str]) -> "SourceRow":
         """Return this row; instead of one that has no columns, one with columns of [0]."""
         if self.columns:
