@@ -268,11 +268,9 @@ class RankMicroBatches(RankStep[Plan]):
         """Keep the random number generators' states before a micro-batch's first pass."""
         self._random[index] = random_states()
 
-    @contextmanager
-    def random_state_of(self, index: int) -> Iterator[None]:
+    def random_state_of(self, index: int) -> AbstractContextManager[None]:
         """Draw inside the random numbers that the first pass of a micro-batch has drawn."""
-        with random_numbers_of(self._random.pop(index)):
-            yield
+        return random_numbers_of(self._random.pop(index))
 
 
 class _Totals:

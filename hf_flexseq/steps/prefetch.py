@@ -139,7 +139,7 @@ class PrefetchedSteps:
         self._images = images
         self._virtual_tokens = virtual_tokens
         self._jobs = jobs
-        self._version = self._made_version()  # of the planner's job
+        self._version = None if jobs is None else jobs.version_of(None)  # of the planner's job
         # of the last `next`
         self._iterator: Batches | None = None
         self._num_batches = 0
@@ -292,16 +292,12 @@ class PrefetchedSteps:
         if step.images and self._images is not None:
             step = self._images.planned(step)
         if self._planner is not None:
-            version = self._version if self._jobs is None else self._jobs.version_of(step.number)
+            version = None if self._jobs is None else self._jobs.version_of(step.number)
             if self._jobs is not None and version != self._version:
                 self._version = version
                 self._planner.use(self._jobs.job_of(step.number))
             self._planner.submit(step.request, list(step.lengths), step.facts)
         return step
-
-    def _made_version(self) -> Hashable:
-        """Return the version of the job of a new planner."""
-        return None if self._jobs is None else self._jobs.version_of(None)
 
     def _with_images(self, row: SourceRow) -> SourceRow:
         """Return this rank's row with its images read. Raises ValueError for those that the model
