@@ -2,9 +2,9 @@
 
 Every rank draws the examples the plain Trainer would give it; the *source row* of an optimizer
 step is all of them in one row. A plan then says which rank holds which slice of which sequence in
-which micro-batch. `RowExchange` works out which tokens this rank sends to each rank and which it
-receives, and leaves the sending to `TokenExchange`: one collective brings every token, with all of
-its columns, to its place in the model's input. Sender and receiver take the same order from the
+which micro-batch. `micro_batch_routes` works out which tokens this rank sends to each rank and
+which it receives. `TokenExchange` sends them: one collective brings every token, with all of its
+columns, to its place in the model's input. Sender and receiver take the same order from the
 plan, so only tokens have to be sent. The model's results per token return the same way
 (`to_source`).
 """
@@ -145,47 +145,39 @@ def own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
     return offsets
 
 
-class RowExchange(TokenExchange):
-    """Dispatches tokens to the micro-batches of a plan, and gathers their results."""
-
-    def __call__(
-        self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]
-    ) -> list[Columns]:
-        """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
-        world. row: the sequences that this rank drew. sources: the rank that drew each
-        sequence."""
-        return self.dispatch(row.columns, self.routes(row, layout, sources), united)
-
-    def routes(self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]) -> Routes:
-        """Return where tokens go, and from where they come; see `__call__`."""
-        source_of = np.array(sources, dtype=np.int64)
-        own = np.flatnonzero(source_of == self.communicator.rank)
-        offsets = own_offsets(row, own, source_of.size)
-        by_rank: list[list[Slice]] = [[] for _ in range(self.communicator.world_size)]
-        rows = set(own.tolist())
-        for rank, part in layout.placed(layout.sequences_of(rows)):
-            of_part = [one.slice for one in layout.of_rows(part)]
-            by_rank[rank] += [one for one in of_part if one.sequence in rows]
-        counts = [sum(part.tokens for part in slices) for slices in by_rank]
-        sent = tokens_of([part for slices in by_rank for part in slices], offsets)
-        slices = [shard.slices for shard in layout.shards]
-        if not layout.has_units:
-            return routes_of(sent, counts, slices, source_of)
-        # every row of a shared token sends what it says of it
-        of_rows: list[list[Slice]] = []
-        shared = [np.arange(0)]
-        place = 0  # of a slice's first token among this rank's own
-        for of_batch in slices:
-            of_rows.append([])
-            for part in of_batch:
-                for one, first in layout.of_rows(part):
-                    of_rows[-1].append(one)
-                    start = place + first - part.start
-                    shared.append(np.arange(start, start + one.tokens))
-                place += part.tokens
-        routes = routes_of(sent, counts, of_rows, source_of)
-        held = [sum(part.tokens for part in of_batch) for of_batch in slices]
-        return replace(routes, rows=held, shared=np.concatenate(shared))
+def micro_batch_routes(
+    row: SourceRow, layout: PlanLayout, sources: Sequence[int], communicator: Communicator
+) -> Routes:
+    """Return the routes of a rank to the micro-batches of a plan. row: the sequences that it drew.
+    sources: the rank that drew each sequence."""
+    source_of = np.array(sources, dtype=np.int64)
+    own = np.flatnonzero(source_of == communicator.rank)
+    offsets = own_offsets(row, own, source_of.size)
+    by_rank: list[list[Slice]] = [[] for _ in range(communicator.world_size)]
+    rows = set(own.tolist())
+    for rank, part in layout.placed(layout.sequences_of(rows)):
+        of_part = [one.slice for one in layout.of_rows(part)]
+        by_rank[rank] += [one for one in of_part if one.sequence in rows]
+    counts = [sum(part.tokens for part in slices) for slices in by_rank]
+    sent = tokens_of([part for slices in by_rank for part in slices], offsets)
+    slices = [shard.slices for shard in layout.shards]
+    if not layout.has_units:
+        return routes_of(sent, counts, slices, source_of)
+    # every row of a shared token sends what it says of it
+    of_rows: list[list[Slice]] = []
+    shared = [np.arange(0)]
+    place = 0  # of a slice's first token among this rank's own
+    for of_batch in slices:
+        of_rows.append([])
+        for part in of_batch:
+            for one, first in layout.of_rows(part):
+                of_rows[-1].append(one)
+                start = place + first - part.start
+                shared.append(np.arange(start, start + one.tokens))
+            place += part.tokens
+    routes = routes_of(sent, counts, of_rows, source_of)
+    held = [sum(part.tokens for part in of_batch) for of_batch in slices]
+    return replace(routes, rows=held, shared=np.concatenate(shared))
 
 
 def routes_of(

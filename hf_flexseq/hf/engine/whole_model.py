@@ -45,7 +45,7 @@ from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.images import plan_images
 from hf_flexseq.steps.early_encoding import EarlyEncoder
 from hf_flexseq.steps.embedding_noise import NoiseColumns
-from hf_flexseq.steps.exchange import RowExchange, united
+from hf_flexseq.steps.exchange import TokenExchange, micro_batch_routes, united
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -77,7 +77,7 @@ class WholeModel(AttachedModel):
         large.
         """
         self.setup = setup
-        self._exchange = RowExchange(setup.communicator)
+        self._exchange = TokenExchange(setup.communicator)
         self._contexts: ModelContexts | None = None  # from the first step on
 
         # 1. what the model needs of the ranks, and what it costs
@@ -184,7 +184,7 @@ class WholeModel(AttachedModel):
         all_shards = None if passes is None else passes.shards
         layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards
-        routes = self._exchange.routes(row, layout, planned.drawn.sources)
+        routes = micro_batch_routes(row, layout, planned.drawn.sources, communicator)
         columns = self._exchange.dispatch(row.columns, routes, united)
 
         images = None if self._images is None else self._images.of_step(planned, columns)
