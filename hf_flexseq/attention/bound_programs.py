@@ -61,8 +61,6 @@ class BoundInstruction(NamedTuple):
 class BoundProgram:
     """A program that can run, as often as there are layers."""
 
-    __slots__ = ("inputs", "means", "outputs", "program", "saved", "steps")
-
     def __init__(
         self,
         program: Program,

@@ -45,17 +45,6 @@ def layer_shape(
 class MicroBatchPrograms:
     """Compiles a program when a layer first asks for it, or ahead."""
 
-    __slots__ = (
-        "_bound",
-        "_communicator",
-        "_compiled",
-        "_kernel",
-        "_made",
-        "_rewrite",
-        "_uploads",
-        "parts",
-    )
-
     def __init__(
         self,
         parts: Parts,

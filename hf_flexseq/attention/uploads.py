@@ -18,8 +18,6 @@ ALIGNMENT = 16
 class Uploads:
     """Tensors of the tables of a micro-batch."""
 
-    __slots__ = ("_indices", "_segments", "_tables", "device")
-
     def __init__(self, tables: Tables, device: torch.device) -> None:
         """tables: they may grow afterwards."""
         self._tables = tables

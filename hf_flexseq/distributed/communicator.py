@@ -26,8 +26,6 @@ from hf_flexseq.distributed.transport import CpuGroup, Lane, RankGroup, Transpor
 class Communicator:
     """This rank of the job, and its ways to the others."""
 
-    __slots__ = ("blocks", "lanes", "rank", "topology", "transport")
-
     def __init__(
         self, topology: Topology | None = None, *, transport: Transport | None = None
     ) -> None:

@@ -41,8 +41,6 @@ class GlooCpuGroup(CpuGroup):
     it.
     """
 
-    __slots__ = ("_group", "_own_work", "_rank", "_room", "_world_size")
-
     def __init__(self, timeout: timedelta) -> None:
         """Make the group. Collective over the world."""
         super().__init__(timeout)

@@ -33,8 +33,6 @@ class StageLink:
     Messages arrive in the order in which they are sent.
     """
 
-    __slots__ = ("_kind", "_lane", "_messages", "_peer", "_transport")
-
     def __init__(self, transport: Transport, lane: Lane, peer: int, kind: int) -> None:
         """lane: of the two ranks. peer: global rank. kind: HIDDEN_STATES or GRADIENTS."""
         self._transport = transport
@@ -108,8 +106,6 @@ class Neighbours:
         on the ranks in between.
     replicas: group of the ranks with the same stage; None when there is only one pipeline.
     """
-
-    __slots__ = ("ends", "from_after", "from_before", "replicas", "to_after", "to_before")
 
     def __init__(
         self, communicator: Communicator, pipelines: Sequence[Sequence[int]], *, ring: bool = False

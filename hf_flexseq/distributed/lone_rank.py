@@ -20,8 +20,6 @@ from hf_flexseq.distributed.transport import (
 class LoneCpuGroup(CpuGroup):
     """Exchanges of one rank with itself."""
 
-    __slots__ = ()
-
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of the only rank."""
         return [data]

@@ -201,8 +201,6 @@ class ProcessGroupTransport(Transport):
 class ProcessGroupRanks:
     """Collectives over a process group of torch.distributed."""
 
-    __slots__ = ("_cpu_group", "process_group", "ranks")
-
     def __init__(self, process_group: dist.ProcessGroup, cpu_group: GlooCpuGroup) -> None:
         """cpu_group: finds who is missing when a collective fails."""
         self.process_group = process_group

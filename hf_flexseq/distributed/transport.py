@@ -195,8 +195,6 @@ class CpuGroup(abc.ABC):
     `phase`. Values travel as JSON and as tensors, never as pickles: nothing that arrives is run.
     """
 
-    __slots__ = ("phase", "timeout")
-
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self.timeout = timeout
         """Maximum time that a rank waits for the others in an exchange."""

@@ -72,8 +72,6 @@ def figures_of(step: RankMicroBatches, forward: Forward, totals: Collection[str]
 class FigurePasses:
     """The passes of one step: `first` and `second`, or `only`."""
 
-    __slots__ = ("_before_last", "_kept", "_objective", "_step")
-
     def __init__(
         self,
         step: RankMicroBatches,

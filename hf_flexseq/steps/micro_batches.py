@@ -61,21 +61,6 @@ class TokenLoss(Protocol):
 class RankMicroBatches(RankStep[Plan]):
     """The micro-batches of one plan that this rank runs, with the tokens that it holds in each."""
 
-    __slots__ = (
-        "_encode_ahead",
-        "_inputs_of",
-        "_random",
-        "_ready",
-        "counts",
-        "current",
-        "exchange",
-        "images",
-        "indices",
-        "peaks",
-        "ran",
-        "routes",
-    )
-
     def __init__(
         self,
         planned: PlannedStep,

@@ -15,22 +15,6 @@ PlanT = TypeVar("PlanT")
 class RankStep(Generic[PlanT]):
     """An optimizer step as one rank runs it: drawn, planned, and timed."""
 
-    __slots__ = (
-        "drawn",
-        "has_run",
-        "items",
-        "loss",
-        "number",
-        "passes",
-        "plan",
-        "remark",
-        "remarks",
-        "row",
-        "stopwatch",
-        "targets",
-        "waited_s",
-    )
-
     def __init__(self, planned: PlannedStep, device: torch.device) -> None:
         """device: runs the step."""
         self.drawn = planned.drawn
