@@ -15,12 +15,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.process_groups import (
-    PendingTransfers,
-    ProcessGroupTransport,
-    post_one_by_one,
+from hf_flexseq.distributed.process_groups import PendingTransfers, ProcessGroupTransport
+from hf_flexseq.distributed.transport import (
+    Capabilities,
+    Label,
+    Lane,
+    Messages,
+    failure,
+    unnamed,
 )
-from hf_flexseq.distributed.transport import Capabilities, Label, Lane, Messages, unnamed
 
 
 class GlooTransport(ProcessGroupTransport):
@@ -39,5 +42,21 @@ class GlooTransport(ProcessGroupTransport):
     def post(
         self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> PendingTransfers:
-        """See `Transport.post`."""
-        return post_one_by_one(self._messages, sends, recvs, label)
+        """See `Transport.post`. Each message is posted by itself, as gloo carries them out.
+
+        Receives come first: on a slow link gloo otherwise serialises the two directions. Where a
+        peer is known to be gone, the error names its message alone: a batch of all messages would
+        also name the peers that are there, and none of them more than another.
+        """
+        works = []
+        for message in recvs:
+            try:
+                works.append(dist.irecv(message.tensor, message.peer, self._messages, message.tag))
+            except RuntimeError as error:
+                raise failure(self.rank, (), (message,), label, error) from error
+        for message in sends:
+            try:
+                works.append(dist.isend(message.tensor, message.peer, self._messages, message.tag))
+            except RuntimeError as error:
+                raise failure(self.rank, (message,), (), label, error) from error
+        return PendingTransfers(works, sends, recvs, label)

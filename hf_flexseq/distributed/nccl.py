@@ -27,7 +27,6 @@ from hf_flexseq.distributed.process_groups import (
     PendingTransfers,
     ProcessGroupRanks,
     ProcessGroupTransport,
-    post_batch,
 )
 from hf_flexseq.distributed.transport import (
     Capabilities,
@@ -37,6 +36,7 @@ from hf_flexseq.distributed.transport import (
     Messages,
     Parts,
     as_tuples,
+    failure,
     own_part,
     unnamed,
 )
@@ -103,8 +103,19 @@ class NcclTransport(ProcessGroupTransport):
     def post(
         self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> PendingTransfers:
-        """See `Transport.post`."""
-        return post_batch(self._communicators[lane], sends, recvs, label)
+        """See `Transport.post`. A single message is batched, too: unbatched ones make NCCL connect
+        a communicator of their own."""
+        group = self._communicators[lane]
+        ops = []
+        for message in recvs:
+            ops.append(dist.P2POp(dist.irecv, message.tensor, message.peer, group, message.tag))
+        for message in sends:
+            ops.append(dist.P2POp(dist.isend, message.tensor, message.peer, group, message.tag))
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:  # a peer is known to be gone
+            raise failure(self.rank, sends, recvs, label, error) from error
+        return PendingTransfers(works, sends, recvs, label)
 
     def _connect_pairs(self, lane: Lane, peers: Sequence[int]) -> None:
         """Send a message to each of `peers` and receive one, so that they are connected.

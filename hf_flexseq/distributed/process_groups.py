@@ -1,4 +1,4 @@
-"""Transports over torch.distributed: their groups and posts.
+"""What transports over torch.distributed have in common: their groups, and posts under way.
 
 Groups are made once per process and kept as long as the job's own group lives: any number of
 trainers in one process share them (`connect.py`).
@@ -42,55 +42,6 @@ def reserve_descriptors(sockets: int) -> None:
             f"{hard:,}: raise `ulimit -n`"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def post_batch(
-    group: dist.ProcessGroup,
-    sends: Sequence[Message],
-    recvs: Sequence[Message],
-    label: Label,
-) -> "PendingTransfers":
-    """Post all messages as one batch, also a single one.
-
-    A single message is batched, too: unbatched ones make NCCL connect a communicator of their own.
-    """
-    ops = []
-    for message in recvs:
-        ops.append(dist.P2POp(dist.irecv, message.tensor, message.peer, group, message.tag))
-    for message in sends:
-        ops.append(dist.P2POp(dist.isend, message.tensor, message.peer, group, message.tag))
-    try:
-        works = dist.batch_isend_irecv(ops)
-    except RuntimeError as error:  # a peer is known to be gone
-        raise failure(dist.get_rank(), sends, recvs, label, error) from error
-    return PendingTransfers(works, sends, recvs, label)
-
-
-def post_one_by_one(
-    group: dist.ProcessGroup,
-    sends: Sequence[Message],
-    recvs: Sequence[Message],
-    label: Label,
-) -> "PendingTransfers":
-    """Post each message by itself, as gloo carries them out.
-
-    Receives come first: on a slow link gloo otherwise serialises the two directions. Where a peer
-    is known to be gone, the error names its message alone: a batch of all messages would also name
-    the peers that are there, and none of them more than another.
-    """
-    rank = dist.get_rank()
-    works = []
-    for message in recvs:
-        try:
-            works.append(dist.irecv(message.tensor, message.peer, group, message.tag))
-        except RuntimeError as error:
-            raise failure(rank, (), (message,), label, error) from error
-    for message in sends:
-        try:
-            works.append(dist.isend(message.tensor, message.peer, group, message.tag))
-        except RuntimeError as error:
-            raise failure(rank, (message,), (), label, error) from error
-    return PendingTransfers(works, sends, recvs, label)
 
 
 class PendingTransfers:
