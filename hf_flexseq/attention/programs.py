@@ -114,7 +114,7 @@ class MicroBatchPrograms:
     def index(self, number: int) -> torch.Tensor:
         """Return an index array of the tables, int64 [n], on the device."""
         self._uploads.bring()
-        return self._uploads.index(number)
+        return self._uploads.indices[number]
 
     def _compile(self, direction: str, shape: LayerShape | RowShape) -> Program:
         """Return a program, which is compiled once."""
