@@ -108,6 +108,10 @@ class RowImages:
     """[tokens, axes] These positions; None for a model without, and for a row without images."""
 
 
+NO_IMAGES = RowImages(placeholders={})
+"""Of a row for a model that takes none."""
+
+
 def row_starts(images: Sequence[ImageSize]) -> Ints:
     """Return the number of each image's first row of features, and that after the last one:
     [images + 1]."""

@@ -319,7 +319,6 @@ class PrefetchedSteps:
         rank's first one among all."""
         if not everyone.images:
             return (), ()
-        assert row.images is not None, "the images were read"
         own = row.images.images
         images = [ImageSize(**size) for size in everyone.images]
         if self._images is not None and self._images.draws_noise:

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from hf_flexseq.plan.blocks import Range
-from hf_flexseq.steps.images import RowImages
 from hf_flexseq.steps.source_row import SourceRow, common_dtypes
 
 
@@ -31,7 +30,7 @@ class RowFacts(NamedTuple):
     @classmethod
     def of(cls, row: SourceRow, marks: Sequence[int]) -> "RowFacts":
         """Return the facts of a row."""
-        images = RowImages(placeholders={}) if row.images is None else row.images
+        images = row.images
         return cls(
             dtypes=row.dtypes,
             counts=row.counts,

@@ -26,7 +26,7 @@ from hf_flexseq.steps.collator import (
     OTHER_ROWS,
     PADDING_TARGETS,
 )
-from hf_flexseq.steps.images import RowImages
+from hf_flexseq.steps.images import NO_IMAGES, RowImages
 
 Columns = dict[str, torch.Tensor]
 
@@ -71,8 +71,8 @@ class SourceRow:
     given_images: tuple[Mapping[str, torch.Tensor], ...] = ()
     """Tensors of each sequence's images as the collator gave them; () for a row without any."""
 
-    images: RowImages | None = None
-    """The images as the model takes them; None for models that take none."""
+    images: RowImages = NO_IMAGES
+    """The images as the model takes them, once it has read them."""
 
     @property
     def names_of_images(self) -> list[str]:
