@@ -20,7 +20,7 @@ import torch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.peak import peak_share
 from hf_flexseq.plan import Plan
-from hf_flexseq.steps.exchange import Routes, TokenExchange
+from hf_flexseq.steps.exchange import Routes
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.peaks import peaks_of
@@ -68,7 +68,6 @@ class RankMicroBatches(RankStep[Plan]):
         indices: Sequence[int],
         counts: Sequence[int],
         inputs_of: Callable[[int], Inputs],
-        exchange: TokenExchange,
         routes: Routes,
         device: torch.device,
         images: StepImages | None = None,
@@ -77,7 +76,7 @@ class RankMicroBatches(RankStep[Plan]):
         """indices: in the plan, of the micro-batches that this rank runs, never empty.
         counts: tokens that it holds in each micro-batch of the plan.
         inputs_of: makes the inputs of a micro-batch, by its index.
-        exchange, routes: gather figures on the source ranks, and dispatch weights to the tokens.
+        routes: gather figures on the source ranks, and dispatch weights to the tokens.
         images: of the step, if it has any. encode_ahead: encodes them before the step begins, if
             that can be done.
         """
@@ -88,7 +87,6 @@ class RankMicroBatches(RankStep[Plan]):
         self.counts = tuple(counts)
         self.peaks = peaks_of(device)
         self._inputs_of = inputs_of
-        self.exchange = exchange
         self.routes = routes
         self.images = images
         self._encode_ahead = encode_ahead
@@ -229,7 +227,7 @@ class RankMicroBatches(RankStep[Plan]):
             totals = share.clone()
             for earlier in shares:
                 totals += earlier
-            self.exchange.communicator.cpu_group.all_reduce(totals)  # [n] -> [n]
+            self.routes.cpu_group.all_reduce(totals)  # [n] -> [n]
             loss.know(totals)
 
         if self.last_of_plan not in self.indices:

@@ -45,7 +45,7 @@ from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.images import plan_images
 from hf_flexseq.steps.early_encoding import EarlyEncoder
 from hf_flexseq.steps.embedding_noise import NoiseColumns
-from hf_flexseq.steps.exchange import TokenExchange, micro_batch_routes, united
+from hf_flexseq.steps.exchange import micro_batch_routes, united
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -77,7 +77,6 @@ class WholeModel(AttachedModel):
         large.
         """
         self.setup = setup
-        self._exchange = TokenExchange(setup.communicator)
         self._contexts: ModelContexts | None = None  # from the first step on
 
         # 1. what the model needs of the ranks, and what it costs
@@ -185,7 +184,7 @@ class WholeModel(AttachedModel):
         layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards
         routes = micro_batch_routes(row, layout, planned.drawn.sources, communicator)
-        columns = self._exchange.dispatch(row.columns, routes, united)
+        columns = routes.dispatch(row.columns, united)
 
         images = None if self._images is None else self._images.of_step(planned, columns)
         self.tiles.attach_for(plan)
@@ -209,7 +208,6 @@ class WholeModel(AttachedModel):
             indices=indices_to_run(shards, lockstep=self.planning.lockstep),
             counts=[shard.tokens for shard in shards],
             inputs_of=inputs,
-            exchange=self._exchange,
             routes=routes,
             device=device,
             images=None if images is None else images[0].step,
