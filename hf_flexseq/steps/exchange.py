@@ -69,14 +69,15 @@ class Routes:
 
     route: Route
 
+    cpu_group: CpuGroup
+    """Carries the tokens."""
+
     rows: Sequence[int]
     """Tokens of each micro-batch or chunk."""
 
     shared: Ints | None = None
     """[received] Which of this rank's own rows each received token is, where several rows of a
     step share some; None where every received token is a row of its own."""
-
-    cpu_group: CpuGroup
 
     def dispatch(self, columns: Columns, merge: Callable[..., Columns] = added) -> list[Columns]:
         """Return this rank's columns, each [tokens, ...], one dict per entry of `rows`. Collective
@@ -198,7 +199,7 @@ def routes_of(
         torch.from_numpy(_order_of(sources, sizes)),
     )
     held = [sum(part.tokens for part in row) for row in rows]
-    return Routes(route=route, rows=held, cpu_group=cpu_group)
+    return Routes(route=route, cpu_group=cpu_group, rows=held)
 
 
 def tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:
