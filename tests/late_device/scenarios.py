@@ -295,7 +295,7 @@ def run_images(rows=8, width=6):
             agree=lambda modalities, cpu_group: None,
         )
         step = StepImages(
-            [Image(sequence=rank, arguments={}, **sizes)],
+            [Image(size=ImageSize(sequence=rank, data_bytes=1, **sizes), arguments={})],
             [torch.arange(rows) + rows * (1 - rank)],
             images=[ImageSize(sequence=one, data_bytes=1, **sizes) for one in range(2)],
             plan=ImagePlan(placement=placement, keeps_graph=True, held_bytes=0.0),

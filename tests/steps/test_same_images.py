@@ -5,7 +5,7 @@ import torch
 
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.digests import digest_of, mark_of
-from hf_flexseq.steps.images import Image, RowImages
+from hf_flexseq.steps.images import Image, RowImages, data_bytes_of
 from hf_flexseq.steps.row_facts import RowFacts
 from hf_flexseq.steps.same_images import distinct_images
 from hf_flexseq.steps.source_row import SourceRow
@@ -14,14 +14,16 @@ from tests.ranks import host_exchanges, join, run_threads
 
 def image_of(pixels, sequence=0, tokens=4):
     grid = torch.tensor([[1, 2, 2]])
-    return Image(
+    arguments = {"pixel_values": pixels, "image_grid_thw": grid}
+    size = ImageSize(
         sequence=sequence,
         modality="image",
-        arguments={"pixel_values": pixels, "image_grid_thw": grid},
         tokens=tokens,
         patches=16,
         pairs=256,
+        data_bytes=data_bytes_of(arguments),
     )
+    return Image(size=size, arguments=arguments)
 
 
 def random_pixels(seed, size=5000, dtype=torch.float32):
