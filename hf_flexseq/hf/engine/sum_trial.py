@@ -73,8 +73,8 @@ _MOVED = [4 * index % sum(TOKENS) for index in range(sum(TOKENS))]  # another or
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _TOLERANCE_OF_16_BITS = 3e-2
 
-# How far last hidden states may be off, relative to their size. A pretrained Llama of 30 layers has
-# 9e-7 in float32, 6e-4 in float16 and 4e-3 in bfloat16.
+# How far last hidden states may be off, relative to their size. A pretrained Llama of 30 layers
+# has 9e-7 in float32, 6e-4 in float16 and 4e-3 in bfloat16.
 _TOLERANCE_OF_HIDDEN = 1e-5
 _TOLERANCE_OF_16_BIT_HIDDEN = 3e-2
 
