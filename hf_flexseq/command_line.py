@@ -7,7 +7,7 @@ import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NoReturn
 
 from hf_flexseq.base.reading import DEFAULT_LIMITS, Limits
@@ -150,7 +150,7 @@ def limit_option(parser: ArgumentParser) -> None:
 
 def _set_limits(options: Namespace) -> None:
     """Set `options.limits`. Raises ValueError for a topology beyond them."""
-    options.limits = DEFAULT_LIMITS.with_values(getattr(options, "limit", []))
+    options.limits = replace(DEFAULT_LIMITS, **dict(getattr(options, "limit", [])))
     machine = getattr(options, "topology", None)
     if machine is not None:
         ranks = machine.world_size

@@ -38,10 +38,14 @@ DIED = "the process died"
 _this_rank = threading.local()  # .transport, where this rank is a thread
 
 
-def join(topology=None, **options):
-    """This rank's communicator, whatever kind of rank it is."""
+def join(topology=None, *, use_blocks=False):
+    """This rank's communicator, whatever kind of rank it is. use_blocks: with a group for every
+    aligned block."""
     transport = getattr(_this_rank, "transport", None)
-    return Communicator(topology, transport=transport, **options)
+    communicator = Communicator(topology, transport=transport)
+    if use_blocks:
+        communicator.open_blocks(range(2, communicator.world_size + 1))
+    return communicator
 
 
 def host_exchanges(communicator):

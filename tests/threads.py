@@ -29,7 +29,7 @@ from contextlib import nullcontext
 
 import torch
 
-from hf_flexseq.distributed.transport import Capabilities, CpuGroup, NamedLanes, own_part, unnamed
+from hf_flexseq.distributed.transport import Capabilities, CpuGroup, Transport, own_part, unnamed
 from tests.matching import Launches, Matcher, ThreadCollective, ThreadTransfers
 
 STUCK_S = 60.0  # seconds after which a rank that does not pass its turn on is given up
@@ -206,7 +206,7 @@ def _places(threads):
 # `Pending`, `RankGroup` and `CpuGroup`
 
 
-class ThreadTransport(NamedLanes):
+class ThreadTransport(Transport):
     """One rank's way to all others in the same process."""
 
     def __init__(self, hub, rank):

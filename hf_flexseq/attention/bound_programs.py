@@ -61,8 +61,6 @@ class BoundInstruction(NamedTuple):
 class BoundProgram:
     """A program that can run, as often as there are layers."""
 
-    __slots__ = ("inputs", "means", "outputs", "program", "saved", "steps")
-
     def __init__(
         self,
         program: Program,
@@ -131,18 +129,18 @@ class _Binder:
 
     def _constant(self, constant: Any) -> Any:
         if isinstance(constant, Index):
-            return self._uploads.index(constant.number)
+            return self._uploads.indices[constant.number]
         if isinstance(constant, RowsSpec):
             return self._rows(constant)
         if isinstance(constant, CallReference):
-            return self._uploads.segments(constant.number)
+            return self._uploads.segments[constant.number]
         if isinstance(constant, str):
             return self._dtypes[constant]
         return constant
 
     def _rows(self, rows: RowsSpec) -> Rows:
         if rows.array is not None:
-            return self._uploads.index(rows.array)
+            return self._uploads.indices[rows.array]
         assert rows.start is not None, "rows of another rank are not bound"
         return slice(rows.start, rows.start + rows.tokens)
 

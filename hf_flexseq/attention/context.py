@@ -1,6 +1,10 @@
-"""The micro-batch that attention works on, as one object that travels with the call."""
+"""The micro-batch that attention works on, as one object that travels with the call.
 
-from collections.abc import Collection
+SequenceContext    of one micro-batch
+ModelContexts      makes those of one model, which has the same layers in all of them
+"""
+
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -94,3 +98,23 @@ class SequenceContext:
     def tokens(self) -> int:
         """Tokens this rank holds in norms, MLP and head."""
         return self.shard.tokens
+
+
+class ModelContexts:
+    """Makes the contexts of one model's micro-batches."""
+
+    def __init__(self, make: Callable[..., SequenceContext]) -> None:
+        """make: `SequenceContext`, with the arguments that all micro-batches have in common."""
+        self._make = make
+        self._former_programs: MicroBatchPrograms | None = None  # of the last context
+
+    def __call__(
+        self, shard: Shard, blocks: Blocks = NO_BLOCKS, memory: MemoryChoice | None = None
+    ) -> SequenceContext:
+        """Return a shard's context, with programs for the layers of the previous micro-batch.
+        blocks, memory: see `SequenceContext`."""
+        context = self._make(shard, blocks=blocks, memory=memory)
+        if self._former_programs is not None:
+            context.programs.prepare(self._former_programs.keys)
+        self._former_programs = context.programs
+        return context

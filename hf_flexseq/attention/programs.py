@@ -45,17 +45,6 @@ def layer_shape(
 class MicroBatchPrograms:
     """Compiles a program when a layer first asks for it, or ahead."""
 
-    __slots__ = (
-        "_bound",
-        "_communicator",
-        "_compiled",
-        "_kernel",
-        "_made",
-        "_rewrite",
-        "_uploads",
-        "parts",
-    )
-
     def __init__(
         self,
         parts: Parts,
@@ -125,7 +114,7 @@ class MicroBatchPrograms:
     def index(self, number: int) -> torch.Tensor:
         """Return an index array of the tables, int64 [n], on the device."""
         self._uploads.bring()
-        return self._uploads.index(number)
+        return self._uploads.indices[number]
 
     def _compile(self, direction: str, shape: LayerShape | RowShape) -> Program:
         """Return a program, which is compiled once."""

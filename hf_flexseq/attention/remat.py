@@ -190,8 +190,6 @@ class _KeptCalls:
 class KeptAttention:
     """Results of attention that wait for the replay of their layers; `len` counts them."""
 
-    __slots__ = ("_calls", "_host", "_keeps")
-
     def __init__(self) -> None:
         self._calls: weakref.WeakKeyDictionary[_CheckpointFrame, _KeptCalls] = (
             weakref.WeakKeyDictionary()

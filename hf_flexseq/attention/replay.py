@@ -251,7 +251,7 @@ class Replay:
     def all_to_all(
         self, sent: torch.Tensor, received: torch.Tensor, number: int, spec: AllToAllSpec
     ) -> None:
-        pending = all_to_all(
+        self.pending[number] = all_to_all(
             self._means.communicator,
             spec.ranks,
             sent,
@@ -261,7 +261,6 @@ class Replay:
             tag=spec.tag,
             label=spec.label,
         )
-        self.pending[number] = [pending]
 
     def wait(self, number: int) -> None:
         for pending in self.pending.pop(number):

@@ -18,19 +18,19 @@ ALIGNMENT = 16
 class Uploads:
     """Tensors of the tables of a micro-batch."""
 
-    __slots__ = ("_indices", "_segments", "_tables", "device")
-
     def __init__(self, tables: Tables, device: torch.device) -> None:
         """tables: they may grow afterwards."""
         self._tables = tables
         self.device = device
-        self._indices: list[torch.Tensor] = []
-        self._segments: list[Segments] = []
+        self.indices: list[torch.Tensor] = []
+        """Index arrays by number: int64 [n] each."""
+        self.segments: list[Segments] = []
+        """Lengths of kernel calls by number."""
 
     def bring(self) -> None:
         """Copy to the device the index arrays and calls that are new in the tables."""
-        indices = self._tables.indices[len(self._indices) :]
-        calls = self._tables.calls[len(self._segments) :]
+        indices = self._tables.indices[len(self.indices) :]
+        calls = self._tables.calls[len(self.segments) :]
         segments = []
         for call in calls:
             segments.append(
@@ -43,10 +43,10 @@ class Uploads:
                 )
             )
         if self.device.type == "cpu":
-            self._indices += [torch.from_numpy(index) for index in indices]
+            self.indices += [torch.from_numpy(index) for index in indices]
         elif indices or segments:
             self._copy(indices, segments)
-        self._segments += segments
+        self.segments += segments
 
     def _copy(self, indices: list[np.ndarray], segments: list[Segments]) -> None:
         """Copy index arrays, int64, and the cumulative lengths of kernel calls, int32, at once."""
@@ -66,15 +66,7 @@ class Uploads:
         # 2. views of it: uint8 [bytes] -> int64 [n] or int32 [sequences + 1]
         rooms = zip(buffer.split(padded), sizes, strict=True)
         views = [room[:size] for room, size in rooms]
-        self._indices += [view.view(torch.int64) for view in views[: len(indices)]]
+        self.indices += [view.view(torch.int64) for view in views[: len(indices)]]
         cumulatives = [view.view(torch.int32) for view in views[len(indices) :]]
         for one, q, k in zip(segments, cumulatives[::2], cumulatives[1::2], strict=True):
             one.place(q, k)
-
-    def index(self, number: int) -> torch.Tensor:
-        """Return an index array: int64 [n]."""
-        return self._indices[number]
-
-    def segments(self, number: int) -> Segments:
-        """Return the lengths of a kernel call."""
-        return self._segments[number]

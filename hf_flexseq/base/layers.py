@@ -17,6 +17,8 @@ sequence of one kernel call, causal, possibly with a window:
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hf_flexseq.base.values import one_of
+
 
 class Span(NamedTuple):
     """Consecutive queries and the keys that they read, as positions in their sequence."""
@@ -151,11 +153,7 @@ class RecurrentShape:
     """Columns of these rows."""
 
     def __post_init__(self) -> None:
-        if self.kind not in RECURRENT_KINDS:
-            raise ValueError(
-                f"unknown kind {self.kind!r} of recurrent layer: expected one of "
-                f"{', '.join(RECURRENT_KINDS)}"
-            )
+        one_of("kind of a recurrent layer", self.kind, RECURRENT_KINDS)
 
     @property
     def state_numbers(self) -> int:

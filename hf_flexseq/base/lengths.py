@@ -321,16 +321,5 @@ def _checked(values: Sequence[Any]) -> list[int]:
     if are_whole(lengths, least=1, most=MAX_TOKENS):
         return lengths
     for index, length in enumerate(lengths):
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise ValueError(f"sequence {index} has length {quoted(length)}: expected an integer")
-        if length < 1:
-            raise ValueError(
-                f"sequence {index} has length {quoted(length)}: every sequence needs at least one "
-                "token"
-            )
-        if length > MAX_TOKENS:
-            raise ValueError(
-                f"sequence {index} has length {quoted(length)}: at most {MAX_TOKENS:,} tokens "
-                "can be planned for"
-            )
+        whole(f"tokens of sequence {index}", length, least=1, most=MAX_TOKENS)
     return lengths

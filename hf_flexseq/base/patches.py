@@ -12,8 +12,6 @@ from typing import Any
 class Patch:
     """Gives an object other attributes inside a block."""
 
-    __slots__ = ("_former", "_owner", "_values")
-
     def __init__(self, owner: Any, /, **values: Any) -> None:
         self._owner = owner
         self._values = values

@@ -14,7 +14,7 @@ import gzip
 import json
 import sys
 import zlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -66,10 +66,6 @@ class Limits:
         limit = getattr(self, name)
         if amount > limit:
             raise BeyondLimit(f"{what}: {beyond(name, limit, amount)}")
-
-    def with_values(self, values: list[tuple[str, int]]) -> "Limits":
-        """Return these limits with some values replaced, given as (name, value) pairs."""
-        return replace(self, **dict(values))
 
 
 DEFAULT_LIMITS = Limits()

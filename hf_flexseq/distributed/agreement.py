@@ -34,8 +34,6 @@ class ErrorCapture:
     Interrupts and exits are not errors of the block: they are raised at once.
     """
 
-    __slots__ = ("error",)
-
     def __init__(self) -> None:
         self.error: Exception | None = None
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_flexseq.distributed.communicator import Communicator, Transfers
-from hf_flexseq.distributed.transport import Label, Pending, unnamed
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import Label, Lane, Message, Pending, unnamed
 from hf_flexseq.program.tags import UNTAGGED
 
 
@@ -20,28 +20,40 @@ def all_to_all(
     *,
     tag: int = UNTAGGED,
     label: Label = unnamed,
-) -> Pending:
+) -> list[Pending]:
     """Post the transfer of sent_counts[i] elements to `ranks[i]`, and of received_counts[i]
-    elements from there; the result is waited for exactly once.
+    elements from there; each of the results is waited for exactly once.
 
     ranks: contiguous global ranks, this one among them. sent: contiguous, flat [elements to all
     ranks], by rank; it may not change before the wait. received: contiguous, flat [elements from
-    all ranks], by rank; it may be read after the wait.
+    all ranks], by rank; it may be read after the wait. Nothing is posted for a rank without
+    elements, as both sides expect.
     """
     block = communicator.blocks.get((ranks[0], ranks[-1] + 1))
     if block is not None:
-        return block.all_to_all(received, sent, received_counts, sent_counts, label=label)
+        return [block.all_to_all(received, sent, received_counts, sent_counts, label=label)]
 
-    own = communicator.rank - ranks[0]
-    sends = []
-    recvs = []
+    # 1. the messages of each lane
+    sends: dict[Lane, list[Message]] = {lane: [] for lane in communicator.lanes}
+    recvs: dict[Lane, list[Message]] = {lane: [] for lane in communicator.lanes}
     # views: [elements of all ranks] -> [elements of one rank], by rank
-    parts_out = sent.split(list(sent_counts))
-    parts_in = received.split(list(received_counts))
-    for index, rank in enumerate(ranks):
-        if index == own:
-            parts_in[own].copy_(parts_out[own])
-        else:
-            sends.append((parts_out[index], rank))
-            recvs.append((parts_in[index], rank))
-    return Transfers(communicator, sends=sends, recvs=recvs, tag=tag, label=label)
+    parts = zip(
+        ranks, sent.split(list(sent_counts)), received.split(list(received_counts)), strict=True
+    )
+    for rank, part_out, part_in in parts:
+        if rank == communicator.rank:
+            part_in.copy_(part_out)
+            continue
+        lane = communicator.lane(rank)
+        if part_out.numel():
+            sends[lane].append(Message(part_out, rank, tag))
+        if part_in.numel():
+            recvs[lane].append(Message(part_in, rank, tag))
+
+    # 2. one post for each; all ranks take the lanes in one order
+    posts = []
+    for lane in communicator.lanes:
+        if sends[lane] or recvs[lane]:
+            post = communicator.transport.post
+            posts.append(post(lane, sends=sends[lane], recvs=recvs[lane], label=label))
+    return posts

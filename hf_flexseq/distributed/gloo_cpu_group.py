@@ -1,5 +1,11 @@
-"""Exchanges of values between CPUs, over a gloo group of all ranks."""
+"""Exchanges of values between CPUs, over a gloo group of all ranks.
 
+When a collective fails all of its ranks see that, and none is told which rank caused it. Then
+`GlooCpuGroup.roll_call` finds out: all ranks that are left send each other a message, and those
+that do not answer are missing.
+"""
+
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -10,9 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from hf_flexseq.distributed.own_work import OwnWork
-from hf_flexseq.distributed.roll_call import roll_call
 from hf_flexseq.distributed.transport import CpuGroup, LostRank
-from hf_flexseq.program.tags import MEETING, TOKENS
+from hf_flexseq.program.tags import MEETING, ROLL_CALL, TOKENS
 
 # What gloo's errors have in them: the path of its sources, or this.
 _SIGNS_OF_GLOO = ("/gloo/", "pair closure")
@@ -25,14 +30,12 @@ def _is_of_transfer(error: RuntimeError) -> bool:
     return any(sign in str(error) for sign in _SIGNS_OF_GLOO)
 
 
-def _named(ranks: Sequence[int]) -> str:
-    """Return some ranks as an error names them."""
-    return ", ".join(f"rank {rank}" for rank in ranks)
-
-
 # Among so few ranks a value of so many bytes travels in the meeting's own messages.
 INLINE_RANKS = 16
 INLINE_BYTES = 1024
+ROLL_CALL_S = 2  # seconds that a rank has to answer
+LEAST_WAIT_S = 0.1  # seconds to wait for an answer when the time of the roll call is over
+
 COUNT = np.dtype("<i8")  # in front of a message: bytes of the value
 
 
@@ -45,8 +48,6 @@ class GlooCpuGroup(CpuGroup):
     in a collective, where ranks wait for each other in a chain and cannot tell which one broke
     it.
     """
-
-    __slots__ = ("_group", "_own_work", "_rank", "_room", "_world_size")
 
     def __init__(self, timeout: timedelta) -> None:
         """Make the group. Collective over the world."""
@@ -132,13 +133,23 @@ class GlooCpuGroup(CpuGroup):
             missing = self.roll_call(others)
             if not missing:
                 raise
-            raise LostRank(
-                f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {error}"
-            ) from error
+            raise self._lost(missing, error) from error
 
     def roll_call(self, ranks: Sequence[int]) -> list[int]:
-        """Return the members of `ranks` that do not answer."""
-        return roll_call(self._group, ranks)
+        """Return the members of `ranks` that do not answer within `ROLL_CALL_S`."""
+        deadline = time.monotonic() + ROLL_CALL_S
+        calls = {rank: self._call(rank) for rank in ranks}
+        return [rank for rank, works in calls.items() if not _answered(works, deadline)]
+
+    def _call(self, rank: int) -> list[dist.Work]:
+        """Post a message [1] to a rank and one from it; none when the rank is known to be gone."""
+        try:
+            return [
+                dist.irecv(torch.zeros(1), rank, group=self._group, tag=ROLL_CALL),
+                dist.isend(torch.zeros(1), rank, group=self._group, tag=ROLL_CALL),
+            ]
+        except RuntimeError:
+            return []
 
     # ---- how
 
@@ -188,9 +199,12 @@ class GlooCpuGroup(CpuGroup):
                     missing.append(peer)
                     why = error
         if why is not None:
-            raise LostRank(
-                f"rank {self._rank}: {_named(missing)} did not answer in {self.phase}: {why}"
-            ) from why
+            raise self._lost(missing, why) from why
+
+    def _lost(self, missing: Sequence[int], why: RuntimeError) -> LostRank:
+        """Return the error that names ranks which did not answer."""
+        ranks = ", ".join(f"rank {rank}" for rank in missing)
+        return LostRank(f"rank {self._rank}: {ranks} did not answer in {self.phase}: {why}")
 
     @contextmanager
     def _naming_phase(self) -> Iterator[None]:
@@ -217,3 +231,17 @@ class _Meeting:
     def value(self, rank: int) -> bytes:
         """Return the value of a rank, for which there was room."""
         return self._messages[rank, COUNT.itemsize :][: self.counts[rank]].tobytes()
+
+
+def _answered(works: Sequence[dist.Work], deadline: float) -> bool:
+    """Return whether a call has come through by `deadline`, a time of `time.monotonic`."""
+    if not works:
+        return False
+    try:
+        for work in works:
+            left_s = max(deadline - time.monotonic(), LEAST_WAIT_S)
+            if not work.wait(timedelta(seconds=left_s)):
+                return False
+    except RuntimeError:
+        return False
+    return True

@@ -15,7 +15,6 @@ import torch
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.transport import (
-    Label,
     Lane,
     Message,
     Pending,
@@ -33,8 +32,6 @@ class StageLink:
 
     Messages arrive in the order in which they are sent.
     """
-
-    __slots__ = ("_kind", "_lane", "_messages", "_peer", "_transport")
 
     def __init__(self, transport: Transport, lane: Lane, peer: int, kind: int) -> None:
         """lane: of the two ranks. peer: global rank. kind: HIDDEN_STATES or GRADIENTS."""
@@ -55,26 +52,26 @@ class StageLink:
         The tensor must stay as it is until the message has been waited for. Nothing is posted for
         a tensor without elements, as both sides expect.
         """
-        message, label = self._next(tensor)
-        pending = None
-        if tensor.numel():
-            pending = self._transport.post(self._lane, sends=[message], recvs=[], label=label)
-        return LinkMessage(pending, tensor)
+        return self._post(tensor, sends=True)
 
     def receive(self, tensor: torch.Tensor) -> "LinkMessage":
         """Receive into a contiguous tensor, e.g. [1, tokens, hidden]; it is ready after `wait`."""
-        message, label = self._next(tensor)
-        pending = None
-        if tensor.numel():
-            pending = self._transport.post(self._lane, sends=[], recvs=[message], label=label)
-        return LinkMessage(pending, tensor)
+        return self._post(tensor, sends=False)
 
-    def _next(self, tensor: torch.Tensor) -> tuple[Message, Label]:
-        """Return the next message of the link, and its name in errors."""
-        tag = link_tag(self._kind, self._messages)
+    def _post(self, tensor: torch.Tensor, *, sends: bool) -> "LinkMessage":
+        """Post the next message of the link."""
+        message = Message(tensor, self._peer, link_tag(self._kind, self._messages))
         self._messages += 1
         name = f"message {self._messages} of {self._lane.kind}"
-        return Message(tensor, self._peer, tag), lambda peer, sent: name
+        pending = None
+        if tensor.numel():
+            pending = self._transport.post(
+                self._lane,
+                sends=[message] if sends else [],
+                recvs=[] if sends else [message],
+                label=lambda peer, sent: name,
+            )
+        return LinkMessage(pending, tensor)
 
 
 class LinkMessage:
@@ -109,8 +106,6 @@ class Neighbours:
         on the ranks in between.
     replicas: group of the ranks with the same stage; None when there is only one pipeline.
     """
-
-    __slots__ = ("ends", "from_after", "from_before", "replicas", "to_after", "to_before")
 
     def __init__(
         self, communicator: Communicator, pipelines: Sequence[Sequence[int]], *, ring: bool = False

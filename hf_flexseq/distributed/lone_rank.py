@@ -10,17 +10,15 @@ from hf_flexseq.distributed.transport import (
     Label,
     Lane,
     Messages,
-    NamedLanes,
     Pending,
     RankGroup,
+    Transport,
     unnamed,
 )
 
 
 class LoneCpuGroup(CpuGroup):
     """Exchanges of one rank with itself."""
-
-    __slots__ = ()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of the only rank."""
@@ -36,10 +34,8 @@ class LoneCpuGroup(CpuGroup):
         """Leave the sum of one tensor as it is."""
 
 
-class LoneTransport(NamedLanes):
+class LoneTransport(Transport):
     """The transport of a single rank."""
-
-    __slots__ = ("cpu_group",)
 
     rank = 0
     world_size = 1

@@ -23,13 +23,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
 from hf_flexseq.distributed.process_groups import (
-    OpenGroups,
     PendingTransfers,
     ProcessGroupRanks,
-    new_group,
-    post_batch,
+    ProcessGroupTransport,
 )
 from hf_flexseq.distributed.transport import (
     Capabilities,
@@ -39,40 +36,26 @@ from hf_flexseq.distributed.transport import (
     Messages,
     Parts,
     as_tuples,
+    failure,
     own_part,
     unnamed,
 )
 from hf_flexseq.program.tags import UNTAGGED
 
 
-class NcclTransport:
+class NcclTransport(ProcessGroupTransport):
     """One rank's way to all others over NCCL."""
 
-    __slots__ = (
-        "_communicators",
-        "_device",
-        "_groups",
-        "_opened",
-        "_timeout",
-        "_used",
-        "cpu_group",
-        "rank",
-        "world_size",
-    )
-
+    backend = "nccl"
     capabilities = Capabilities(ordered=True, waits_on_stream=True, fast_collectives=True)
     meshes = 1  # groups in which each rank has a socket to every other one: that of the CPUs
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:
         """Make the CPU group. Collective over the world. device: of this rank."""
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.cpu_group = GlooCpuGroup(timeout)
-        self._timeout = timeout
+        super().__init__(timeout)
         self._device = device
         self._opened: dict[tuple[str, Parts], Lane | None] = {}
         self._communicators: dict[Lane, dist.ProcessGroup] = {}
-        self._groups = OpenGroups(self._new_group, self.cpu_group)
         self._used: set[tuple[Parts, bool]] = set()  # groups, and whether they exchange
 
     def open_lane(
@@ -96,15 +79,11 @@ class NcclTransport:
         self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
     ) -> ProcessGroupRanks | None:
         """See `Transport.open_group`."""
-        group = self._groups.open(parts)
+        group = super().open_group(parts)
         if group is not None and (as_tuples(parts), exchanges) not in self._used:
             self._used.add((as_tuples(parts), exchanges))
             self._use(group.process_group, exchanged=len(group.ranks) if exchanges else 0)
         return group
-
-    def _new_group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make this rank's communicator of disjoint ones."""
-        return new_group(parts, "nccl", self._timeout, self.cpu_group, self._options)
 
     def _options(self) -> object:
         """Return options for one communicator, which torch writes to."""
@@ -124,8 +103,19 @@ class NcclTransport:
     def post(
         self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> PendingTransfers:
-        """See `Transport.post`."""
-        return post_batch(self._communicators[lane], sends, recvs, label)
+        """See `Transport.post`. A single message is batched, too: unbatched ones make NCCL connect
+        a communicator of their own."""
+        group = self._communicators[lane]
+        ops = []
+        for message in recvs:
+            ops.append(dist.P2POp(dist.irecv, message.tensor, message.peer, group, message.tag))
+        for message in sends:
+            ops.append(dist.P2POp(dist.isend, message.tensor, message.peer, group, message.tag))
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:  # a peer is known to be gone
+            raise failure(self.rank, sends, recvs, label, error) from error
+        return PendingTransfers(works, sends, recvs, label)
 
     def _connect_pairs(self, lane: Lane, peers: Sequence[int]) -> None:
         """Send a message to each of `peers` and receive one, so that they are connected.

@@ -1,4 +1,4 @@
-"""Groups and posts of all transports over torch.distributed.
+"""What transports over torch.distributed have in common: their groups, and posts under way.
 
 Groups are made once per process and kept as long as the job's own group lives: any number of
 trainers in one process share them (`connect.py`).
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from hf_flexseq.distributed.transport import (
     LostRank,
     Message,
     Parts,
+    Transport,
     as_tuples,
     failure,
     own_part,
@@ -40,92 +42,6 @@ def reserve_descriptors(sockets: int) -> None:
             f"{hard:,}: raise `ulimit -n`"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def new_group(
-    parts: Sequence[Sequence[int]],
-    backend: str,
-    timeout: timedelta,
-    cpu_group: GlooCpuGroup,
-    options: Callable[[], object] = lambda: None,
-) -> dist.ProcessGroup | None:
-    """Make a process group for each of some disjoint sets of ranks, and return this rank's, if it
-    has one. Collective over the world.
-
-    A rank makes one group, whatever the number of sets, so that its work does not grow with the
-    world. A rank in none of the sets makes one of itself alone, for two reasons. torch names a
-    group by the number of groups that a process is in, which all members must agree on. And where
-    the job's group is bound to a device, a group is split off from it, which takes all ranks at
-    once. Where others have put ranks into different numbers of groups, all ranks make all sets.
-    Rejected: `split_group`, which gives every part all backends of the job, so that each lane
-    would have sockets between all of its ranks, too.
-
-    options: makes the backend's options of one group.
-    """
-    make = partial(dist.new_group, backend=backend, timeout=timeout)
-    rank = dist.get_rank()
-    own = own_part(parts, rank)
-    if own is not None and len(own) == dist.get_world_size():
-        return make(pg_options=options())
-    group: dist.ProcessGroup
-    counts = cpu_group.gather_ints([len(dist.distributed_c10d._world.pg_names)])  # by rank
-    if all(count == counts[0] for count in counts):
-        group = make(list(own or (rank,)), pg_options=options(), use_local_synchronization=True)
-        return None if own is None else group
-    for part in parts:
-        made = make(sorted(part), pg_options=options())
-        if rank in part:
-            group = made
-    return None if own is None else group
-
-
-def post_batch(
-    group: dist.ProcessGroup,
-    sends: Sequence[Message],
-    recvs: Sequence[Message],
-    label: Label,
-) -> "PendingTransfers":
-    """Post all messages as one batch, also a single one.
-
-    A single message is batched, too: unbatched ones make NCCL connect a communicator of their own.
-    """
-    ops = []
-    for message in recvs:
-        ops.append(dist.P2POp(dist.irecv, message.tensor, message.peer, group, message.tag))
-    for message in sends:
-        ops.append(dist.P2POp(dist.isend, message.tensor, message.peer, group, message.tag))
-    try:
-        works = dist.batch_isend_irecv(ops)
-    except RuntimeError as error:  # a peer is known to be gone
-        raise failure(dist.get_rank(), sends, recvs, label, error) from error
-    return PendingTransfers(works, sends, recvs, label)
-
-
-def post_one_by_one(
-    group: dist.ProcessGroup,
-    sends: Sequence[Message],
-    recvs: Sequence[Message],
-    label: Label,
-) -> "PendingTransfers":
-    """Post each message by itself, as gloo carries them out.
-
-    Receives come first: on a slow link gloo otherwise serialises the two directions. Where a peer
-    is known to be gone, the error names its message alone: a batch of all messages would also name
-    the peers that are there, and none of them more than another.
-    """
-    rank = dist.get_rank()
-    works = []
-    for message in recvs:
-        try:
-            works.append(dist.irecv(message.tensor, message.peer, group, message.tag))
-        except RuntimeError as error:
-            raise failure(rank, (), (message,), label, error) from error
-    for message in sends:
-        try:
-            works.append(dist.isend(message.tensor, message.peer, group, message.tag))
-        except RuntimeError as error:
-            raise failure(rank, (message,), (), label, error) from error
-    return PendingTransfers(works, sends, recvs, label)
 
 
 class PendingTransfers:
@@ -170,36 +86,71 @@ class PendingTransfers:
         return failure(dist.get_rank(), sends, recvs, self._label, error)
 
 
-class OpenGroups:
-    """The groups of one transport for collectives, each made once."""
+class ProcessGroupTransport(Transport):
+    """A transport over process groups of torch.distributed, each of which is made once."""
 
-    __slots__ = ("_cpu_group", "_groups", "_make")
+    backend: ClassVar[str]
+    """Name that torch.distributed has for the backend of groups."""
 
-    def __init__(
-        self,
-        make: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None],
-        cpu_group: GlooCpuGroup,
-    ) -> None:
-        """make: makes this rank's process group of disjoint sets of ranks. Collective."""
-        self._make = make
-        self._cpu_group = cpu_group
+    cpu_group: GlooCpuGroup
+
+    def __init__(self, timeout: timedelta) -> None:
+        """Make the CPU group. Collective over the world."""
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.cpu_group = GlooCpuGroup(timeout)
+        self._timeout = timeout
         self._groups: dict[Parts, ProcessGroupRanks | None] = {}
 
-    def open(self, parts: Sequence[Sequence[int]]) -> "ProcessGroupRanks | None":
+    def open_group(
+        self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
+    ) -> "ProcessGroupRanks | None":
         """See `Transport.open_group`."""
         key = as_tuples(parts)
         if key not in self._groups:
-            group = self._make(parts)
-            self._groups[key] = (
-                None if group is None else ProcessGroupRanks(group, self._cpu_group)
-            )
+            group = self._new_group(parts)
+            made = None if group is None else ProcessGroupRanks(group, self.cpu_group)
+            self._groups[key] = made
         return self._groups[key]
+
+    def _new_group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Make a process group for each of some disjoint sets of ranks, and return this rank's, if
+        it has one. Collective over the world.
+
+        A rank makes one group, whatever the number of sets, so that its work does not grow with
+        the world. A rank in none of the sets makes one of itself alone, for two reasons. torch
+        names a group by the number of groups that a process is in, which all members must agree
+        on. And where the job's group is bound to a device, a group is split off from it, which
+        takes all ranks at once. Where others have put ranks into different numbers of groups, all
+        ranks make all sets. Rejected: `split_group`, which gives every part all backends of the
+        job, so that each lane would have sockets between all of its ranks, too.
+        """
+        make = partial(dist.new_group, backend=self.backend, timeout=self._timeout)
+        own = own_part(parts, self.rank)
+        if own is not None and len(own) == self.world_size:
+            return make(pg_options=self._options())
+        group: dist.ProcessGroup
+        names = dist.distributed_c10d._world.pg_names
+        counts = self.cpu_group.gather_ints([len(names)])  # by rank
+        if all(count == counts[0] for count in counts):
+            alone = (self.rank,)
+            group = make(
+                list(own or alone), pg_options=self._options(), use_local_synchronization=True
+            )
+            return None if own is None else group
+        for part in parts:
+            made = make(sorted(part), pg_options=self._options())
+            if self.rank in part:
+                group = made
+        return None if own is None else group
+
+    def _options(self) -> object:
+        """Return the backend's options of one group."""
+        return None
 
 
 class ProcessGroupRanks:
     """Collectives over a process group of torch.distributed."""
-
-    __slots__ = ("_cpu_group", "process_group", "ranks")
 
     def __init__(self, process_group: dist.ProcessGroup, cpu_group: GlooCpuGroup) -> None:
         """cpu_group: finds who is missing when a collective fails."""
@@ -209,12 +160,12 @@ class ProcessGroupRanks:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See `RankGroup.all_reduce`."""
-        with self._naming_missing("a sum"):
+        with self.naming_missing(lambda peer: "a sum"):
             dist.all_reduce(tensor, group=self.process_group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See `RankGroup.broadcast`."""
-        with self._naming_missing("a broadcast"):
+        with self.naming_missing(lambda peer: "a broadcast"):
             dist.broadcast(tensor, group_src=0, group=self.process_group)
 
     def all_to_all(
@@ -238,20 +189,18 @@ class ProcessGroupRanks:
         return PendingCollective(work, self, sent, label)
 
     @contextmanager
-    def _naming_missing(self, what: str) -> Iterator[None]:
-        """Name who does not answer in the error of a collective."""
+    def naming_missing(self, what: Callable[[int], str]) -> Iterator[None]:
+        """Name in the error of a collective the other ranks of the group that do not answer, all
+        where every one does. what: returns a text of what moves, for one of them."""
         try:
             yield
         except RuntimeError as error:
+            own = dist.get_rank()
+            others = [rank for rank in self.ranks if rank != own]
+            missing = self._cpu_group.roll_call(others) or others
             raise LostRank(
-                f"rank {dist.get_rank()} could not exchange with ranks {self.missing()} {what}: "
-                f"{error}"
+                f"rank {own} could not exchange with ranks {missing} {what(missing[0])}: {error}"
             ) from error
-
-    def missing(self) -> list[int]:
-        """Return the other ranks of the group that do not answer; all where every one does."""
-        others = [rank for rank in self.ranks if rank != dist.get_rank()]
-        return self._cpu_group.roll_call(others) or others
 
 
 class PendingCollective:
@@ -274,12 +223,6 @@ class PendingCollective:
     def wait(self) -> None:
         """See `Pending.wait`."""
         assert self._sent is not None, "this collective was already waited for"
-        try:
+        with self._group.naming_missing(lambda peer: self._label(peer, False)):
             self._work.wait()
-        except RuntimeError as error:
-            missing = self._group.missing()
-            raise LostRank(
-                f"rank {dist.get_rank()} could not exchange with ranks {missing} "
-                f"{self._label(missing[0], False)}: {error}"
-            ) from error
         self._sent = None

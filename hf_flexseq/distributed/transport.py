@@ -195,8 +195,6 @@ class CpuGroup(abc.ABC):
     `phase`. Values travel as JSON and as tensors, never as pickles: nothing that arrives is run.
     """
 
-    __slots__ = ("phase", "timeout")
-
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self.timeout = timeout
         """Maximum time that a rank waits for the others in an exchange."""
@@ -263,37 +261,37 @@ class CpuGroup(abc.ABC):
         return nullcontext()
 
 
-class Transport(Protocol):
+class Transport(abc.ABC):
     """One rank's way to all others."""
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
+    rank: int
+    """This rank."""
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
+    world_size: int
+    """The number of ranks."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Promises of this transport."""
+    capabilities: Capabilities
+    """Promises of this transport."""
 
-    @property
-    def cpu_group(self) -> CpuGroup:
-        """Exchanges of values on the CPU."""
+    cpu_group: CpuGroup
+    """Exchanges of values on the CPU."""
 
     def open_lane(
         self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
     ) -> Lane | None:
         """Make a lane for each of some disjoint sets of ranks, and return this rank's, if it has
-        one. Collective over the world; a lane that is open already is returned as it is.
+        one. Collective over the world; a lane that is open already is returned as it is. Here a
+        lane is nothing but a name, and nothing is made.
 
         kind: the purpose of the lanes.
         parts: global ranks, the same list on all ranks.
         peers: ranks of this rank's lane that it will exchange messages with again and again; it is
             one of theirs, too. Where a first message is slow they are connected at once.
         """
+        own = own_part(parts, self.rank)
+        return None if own is None else Lane(kind, own)
 
+    @abc.abstractmethod
     def open_group(
         self, parts: Sequence[Sequence[int]], *, exchanges: bool = False
     ) -> RankGroup | None:
@@ -304,6 +302,7 @@ class Transport(Protocol):
         and again. Where a first one is slow its ranks are connected at once.
         """
 
+    @abc.abstractmethod
     def post(
         self, lane: Lane, *, sends: Messages, recvs: Messages, label: Label = unnamed
     ) -> Pending:
@@ -312,21 +311,6 @@ class Transport(Protocol):
         Both sides must list several messages for one peer in the same order. Raises LostRank, as
         `Pending.wait` does, if a peer is known to be gone.
         """
-
-
-class NamedLanes:
-    """`open_lane` of transports on which a lane is nothing but a name."""
-
-    __slots__ = ()
-
-    rank: int
-
-    def open_lane(
-        self, kind: str, parts: Sequence[Sequence[int]], *, peers: Sequence[int] = ()
-    ) -> Lane | None:
-        """See `Transport.open_lane`; nothing is made."""
-        own = own_part(parts, self.rank)
-        return None if own is None else Lane(kind, own)
 
 
 def failure(

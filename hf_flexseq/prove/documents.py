@@ -24,7 +24,7 @@ from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.probe import usual_tokens
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.vision import VisionModel
-from hf_flexseq.plan.images import IMAGE
+from hf_flexseq.plan.images import IMAGE, ImageSize
 from hf_flexseq.prove.drawn_images import ImageForm, Tensors, image_forms
 from hf_flexseq.steps.images import Image, UnsupportedImages
 
@@ -101,7 +101,8 @@ class DrawnImages(NamedTuple):
 
     def tokens(self, image: Tensors) -> list[int]:
         """Return the tokens of an image: as many as the tower makes rows of it alone."""
-        one = Image(sequence=0, modality=IMAGE, arguments=image, tokens=0, patches=0, pairs=0)
+        nothing = {"sequence": 0, "tokens": 0, "patches": 0, "pairs": 0, "data_bytes": 0}
+        one = Image(size=ImageSize(modality=IMAGE, **nothing), arguments=image)
         with torch.no_grad():
             rows = len(self.vision.features_of(one))
         start, end = (_first_of(self.model.config, names) for names in (_STARTS, _ENDS))

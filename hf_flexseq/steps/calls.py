@@ -39,8 +39,6 @@ Images = Mapping[str, torch.Tensor]  # tensors of some images, by name
 class ModelCall:
     """One call of a model, on a padded batch."""
 
-    __slots__ = ("_places", "ids", "images", "lengths", "mask", "positions", "targets", "types")
-
     def __init__(
         self,
         ids: torch.Tensor,

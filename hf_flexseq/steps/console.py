@@ -43,19 +43,19 @@ class DrawnNotes:
 
     def say_other_rows(self, step: RankStep[Any]) -> None:
         """Warn if the user's collator makes other rows of whole batches."""
-        if step.drawn.other_rows:
+        if step.drawn.counts.other_rows:
             self._warn(
                 "step %d: the data_collator makes %d rows otherwise of a whole batch than of "
                 "each example, as hf_flexseq calls it: it looks at other rows, gives padding "
                 "labels, puts padding or another example before a token that has one, or is "
                 "random",
                 step.number,
-                step.drawn.other_rows,
+                step.drawn.counts.other_rows,
             )
 
     def say_padding(self, step: RankStep[Any]) -> None:
         """Warn once about targets that only the plain Trainer would have."""
-        if step.drawn.padding_targets and not self._has_noted_padding:
+        if step.drawn.counts.padding_targets and not self._has_noted_padding:
             self._has_noted_padding = True
             self._warn(
                 "step %d leaves out %d targets beside padding: the plain Trainer would train "
@@ -63,7 +63,7 @@ class DrawnNotes:
                 "padding on its left or from another sequence of its row; %d targets of tokens "
                 "stay (said once)",
                 step.number,
-                step.drawn.padding_targets,
+                step.drawn.counts.padding_targets,
                 step.targets,
             )
 

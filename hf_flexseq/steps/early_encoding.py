@@ -11,7 +11,7 @@ encoded in the first micro-batch, in this step and in all later ones.
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -79,15 +79,13 @@ class EarlyEncoder:
         """
         if not self._has_room:
             return None
-        if self._stream is None:
-            with suppress(Exception), torch.no_grad(), timing:
-                return EarlyFeatures(encode(), weights, None)
-            return None
-        if weights != self._weights:  # they may still be written
-            self._stream.wait_stream(torch.cuda.current_stream())
+        stream = self._stream
+        if stream is not None and weights != self._weights:  # they may still be written
+            stream.wait_stream(torch.cuda.current_stream())
             self._weights = weights
+        aside = nullcontext() if stream is None else torch.cuda.stream(stream)
         try:
-            with torch.cuda.stream(self._stream), torch.no_grad(), timing:
+            with aside, torch.no_grad(), timing:
                 rows = encode()
         except torch.OutOfMemoryError:
             self._has_room = False
@@ -95,4 +93,4 @@ class EarlyEncoder:
             return None
         except Exception:
             return None
-        return EarlyFeatures(rows, weights, self._stream.record_event())
+        return EarlyFeatures(rows, weights, None if stream is None else stream.record_event())

@@ -21,11 +21,8 @@ that is before it.
 """
 
 import hashlib
-from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hf_flexseq.steps.source_row import SourceRow
 
@@ -54,38 +51,27 @@ class NoiseColumns:
     def of(self, row: SourceRow, step: int) -> SourceRow:
         """Return the row of a step with the columns KEYS and SIZES. step: its number. Raises
         ValueError if the dataset has such a column."""
-        for name in (KEYS, SIZES):
-            if name in row.columns:
-                raise ValueError(
-                    f"the dataset has a column {name!r}, which neftune_noise_alpha needs: "
-                    "rename it"
-                )
         ids = row.columns["input_ids"].numpy()
         start = hashlib.blake2b(f"{self._seed} {step} ".encode(), digest_size=8)
-        # made by torch: an array of a rank that has drawn nothing would have a stride of 0
-        columns = dict(row.columns)
-        columns[KEYS] = torch.empty(len(ids), dtype=torch.int64)
-        columns[SIZES] = torch.empty(len(ids), dtype=torch.float32)
-        keys = columns[KEYS].numpy().view(np.uint64)
-        sizes = columns[SIZES].numpy()
+        keys = []
+        sizes = []
         begin = 0
         for length in row.lengths:
             end = begin + length
             digest = start.copy()
-            digest.update(np.ascontiguousarray(ids[begin:end]).astype("<i8").tobytes())
-            of_sequence = np.frombuffer(digest.digest(), dtype="<u8")  # [1]
-            keys[begin:end] = _of_tokens(of_sequence, length)
-            sizes[begin:end] = self._alpha / (length - row.virtual_tokens) ** 0.5
+            digest.update(ids[begin:end].astype("<i8").tobytes())
+            keys.append(int.from_bytes(digest.digest(), "little", signed=True))
+            sizes.append(self._alpha / (length - row.virtual_tokens) ** 0.5)
             begin = end
-        return replace(row, columns=columns)
-
-
-def _of_tokens(key: NDArray[np.uint64], tokens: int) -> NDArray[np.uint64]:
-    """Return the keys of a sequence's tokens, [tokens]. key: [1] of the sequence."""
-    z = key + np.arange(1, tokens + 1, dtype=np.uint64) * np.uint64(_STEP)
-    z = (z ^ (z >> np.uint64(_SHIFTS[0]))) * np.uint64(_FIRST)
-    z = (z ^ (z >> np.uint64(_SHIFTS[1]))) * np.uint64(_SECOND)
-    return z ^ (z >> np.uint64(_SHIFTS[2]))
+        lengths = torch.tensor(row.lengths, dtype=torch.int64)  # [sequences]
+        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)  # [tokens]
+        places = torch.arange(1, len(starts) + 1) - starts  # from 1
+        of_sequences = torch.tensor(keys, dtype=torch.int64).repeat_interleave(lengths)
+        columns = {
+            KEYS: _mixed(of_sequences + places * _signed(_STEP)),
+            SIZES: torch.tensor(sizes, dtype=torch.float32).repeat_interleave(lengths),
+        }
+        return row.with_new(columns, "neftune_noise_alpha needs")
 
 
 class TokenNoise:
@@ -111,12 +97,17 @@ class TokenNoise:
 def uniform(keys: torch.Tensor, hidden: int) -> torch.Tensor:
     """Return numbers from -1 up to 1: [tokens] of int64 -> [tokens, hidden] of float32."""
     channels = torch.arange(1, hidden + 1, dtype=torch.int64, device=keys.device)
-    z = keys[:, None] + channels * _signed(_STEP)  # these wrap around, as unsigned numbers do
+    mixed = _mixed(keys[:, None] + channels * _signed(_STEP))
+    bits = _shifted(mixed, 64 - _BITS)  # of 0 up to 2^24, which float32 has exactly
+    return bits.to(torch.float32) / 2 ** (_BITS - 1) - 1
+
+
+def _mixed(z: torch.Tensor) -> torch.Tensor:
+    """Return SplitMix64's mixture of each number, int64 of any shape. Sums and products of such
+    numbers wrap around, as those of unsigned ones do."""
     z = (z ^ _shifted(z, _SHIFTS[0])) * _signed(_FIRST)
     z = (z ^ _shifted(z, _SHIFTS[1])) * _signed(_SECOND)
-    z = z ^ _shifted(z, _SHIFTS[2])
-    bits = _shifted(z, 64 - _BITS)  # of 0 up to 2^24, which float32 has exactly
-    return bits.to(torch.float32) / 2 ** (_BITS - 1) - 1
+    return z ^ _shifted(z, _SHIFTS[2])
 
 
 def _signed(value: int) -> int:

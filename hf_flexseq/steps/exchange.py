@@ -2,11 +2,11 @@
 
 Every rank draws the examples the plain Trainer would give it; the *source row* of an optimizer
 step is all of them in one row. A plan then says which rank holds which slice of which sequence in
-which micro-batch. `RowExchange` works out which tokens this rank sends to each rank and which it
-receives, and leaves the sending to `TokenExchange`: one collective brings every token, with all of
-its columns, to its place in the model's input. Sender and receiver take the same order from the
+which micro-batch. `micro_batch_routes` works out which tokens this rank sends to each rank and
+which it receives. `Routes.dispatch` sends them: one collective brings every token, with all of its
+columns, to its place in the model's input. Sender and receiver take the same order from the
 plan, so only tokens have to be sent. The model's results per token return the same way
-(`to_source`).
+(`Routes.to_source`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import Slice
 from hf_flexseq.steps.route import Route
@@ -29,20 +30,6 @@ Ints = NDArray[np.int64]
 # Columns of steps in which rows share tokens.
 ROW_COUNTS = "row_counts"
 TARGET_COUNTS = "target_counts"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routes:
-    """The way of the tokens of one rank to micro-batches or chunks."""
-
-    route: Route
-
-    rows: Sequence[int]
-    """Tokens of each micro-batch or chunk."""
-
-    shared: Ints | None = None
-    """[received] Which of this rank's own rows each received token is, where several rows of a
-    step share some; None where every received token is a row of its own."""
 
 
 def added(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
@@ -76,47 +63,57 @@ def united(columns: Columns, shared: torch.Tensor, tokens: int) -> Columns:
     return united
 
 
-class TokenExchange:
-    """All-to-all of token columns from source to target ranks, and back."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routes:
+    """The way of the tokens of one rank to micro-batches or chunks, and back."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    route: Route
 
-    def dispatch(
-        self, columns: Columns, routes: Routes, merge: Callable[..., Columns] = added
-    ) -> list[Columns]:
-        """Return this rank's columns, each [tokens, ...], one dict per entry of `routes.rows`.
-        Collective over the world.
+    cpu_group: CpuGroup
+    """Carries the tokens."""
+
+    rows: Sequence[int]
+    """Tokens of each micro-batch or chunk."""
+
+    shared: Ints | None = None
+    """[received] Which of this rank's own rows each received token is, where several rows of a
+    step share some; None where every received token is a row of its own."""
+
+    def dispatch(self, columns: Columns, merge: Callable[..., Columns] = added) -> list[Columns]:
+        """Return this rank's columns, each [tokens, ...], one dict per entry of `rows`. Collective
+        over the world.
 
         columns: of this rank's drawn row, alike on all ranks. merge: makes one token of the values
         that several rows have for it.
         """
         tokens = TokenWords(columns)
-        carry = self.communicator.cpu_group.exchange_rows
         # [drawn tokens, words of a token] -> [received, words of a token]
-        arrived = tokens.columns_of(routes.route.bring(tokens.joined, carry))
-        if routes.shared is not None:
-            arrived = merge(arrived, torch.from_numpy(routes.shared), sum(routes.rows))
-        results: list[Columns] = [{} for _ in routes.rows]
+        arrived = tokens.columns_of(self.route.bring(tokens.joined, self.cpu_group.exchange_rows))
+        if self.shared is not None:
+            arrived = merge(arrived, torch.from_numpy(self.shared), sum(self.rows))
+        results: list[Columns] = [{} for _ in self.rows]
         for name, values in arrived.items():
-            for result, own in zip(results, values.split(list(routes.rows)), strict=True):
+            for result, own in zip(results, values.split(list(self.rows)), strict=True):
                 result[name] = own
         return results
 
-    def to_source(self, columns: Sequence[Columns], routes: Routes) -> Columns:
+    def to_source(self, columns: Sequence[Columns]) -> Columns:
         """Gather values of tokens on the source ranks, as columns of the drawn row, each [tokens,
-        ...]. Collective over the world. columns: one dict per entry of `routes.rows`."""
+        ...]. Collective over the world. columns: one dict per entry of `rows`."""
         joined = {}
         for name in columns[0]:
             joined[name] = torch.cat([own[name] for own in columns])  # [received, ...]
         tokens = TokenWords(joined)
         words = tokens.joined
-        if routes.shared is not None:
-            words = words.index_select(0, torch.from_numpy(routes.shared))
-        returned = routes.route.give_back(words, self.communicator.cpu_group.exchange_rows)
+        if self.shared is not None:
+            words = words.index_select(0, torch.from_numpy(self.shared))
+        returned = self.route.give_back(words, self.cpu_group.exchange_rows)
         row = torch.empty_like(returned)
-        row[routes.route.sent] = returned  # every token of the row was sent once
+        row[self.route.sent] = returned  # every token of the row was sent once
         return tokens.columns_of(row)
+
+
+# ---- the ways of a plan
 
 
 def _ranges(starts: Ints, sizes: Ints) -> Ints:
@@ -145,51 +142,47 @@ def own_offsets(row: SourceRow, own: Ints, sequences: int) -> Ints:
     return offsets
 
 
-class RowExchange(TokenExchange):
-    """Dispatches tokens to the micro-batches of a plan, and gathers their results."""
-
-    def __call__(
-        self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]
-    ) -> list[Columns]:
-        """Return this rank's columns, each [tokens], for every micro-batch. Collective over the
-        world. row: the sequences that this rank drew. sources: the rank that drew each
-        sequence."""
-        return self.dispatch(row.columns, self.routes(row, layout, sources), united)
-
-    def routes(self, row: SourceRow, layout: PlanLayout, sources: Sequence[int]) -> Routes:
-        """Return where tokens go, and from where they come; see `__call__`."""
-        source_of = np.array(sources, dtype=np.int64)
-        own = np.flatnonzero(source_of == self.communicator.rank)
-        offsets = own_offsets(row, own, source_of.size)
-        by_rank: list[list[Slice]] = [[] for _ in range(self.communicator.world_size)]
-        rows = set(own.tolist())
-        for rank, part in layout.placed(layout.sequences_of(rows)):
-            of_part = [one.slice for one in layout.of_rows(part)]
-            by_rank[rank] += [one for one in of_part if one.sequence in rows]
-        counts = [sum(part.tokens for part in slices) for slices in by_rank]
-        sent = tokens_of([part for slices in by_rank for part in slices], offsets)
-        slices = [shard.slices for shard in layout.shards]
-        if not layout.has_units:
-            return routes_of(sent, counts, slices, source_of)
-        # every row of a shared token sends what it says of it
-        of_rows: list[list[Slice]] = []
-        shared = [np.arange(0)]
-        place = 0  # of a slice's first token among this rank's own
-        for of_batch in slices:
-            of_rows.append([])
-            for part in of_batch:
-                for one, first in layout.of_rows(part):
-                    of_rows[-1].append(one)
-                    start = place + first - part.start
-                    shared.append(np.arange(start, start + one.tokens))
-                place += part.tokens
-        routes = routes_of(sent, counts, of_rows, source_of)
-        held = [sum(part.tokens for part in of_batch) for of_batch in slices]
-        return replace(routes, rows=held, shared=np.concatenate(shared))
+def micro_batch_routes(
+    row: SourceRow, layout: PlanLayout, sources: Sequence[int], communicator: Communicator
+) -> Routes:
+    """Return the routes of a rank to the micro-batches of a plan. row: the sequences that it drew.
+    sources: the rank that drew each sequence."""
+    source_of = np.array(sources, dtype=np.int64)
+    own = np.flatnonzero(source_of == communicator.rank)
+    offsets = own_offsets(row, own, source_of.size)
+    by_rank: list[list[Slice]] = [[] for _ in range(communicator.world_size)]
+    rows = set(own.tolist())
+    for rank, part in layout.placed(layout.sequences_of(rows)):
+        of_part = [one.slice for one in layout.of_rows(part)]
+        by_rank[rank] += [one for one in of_part if one.sequence in rows]
+    counts = [sum(part.tokens for part in slices) for slices in by_rank]
+    sent = tokens_of([part for slices in by_rank for part in slices], offsets)
+    slices = [shard.slices for shard in layout.shards]
+    if not layout.has_units:
+        return routes_of(sent, counts, slices, source_of, communicator.cpu_group)
+    # every row of a shared token sends what it says of it
+    of_rows: list[list[Slice]] = []
+    shared = [np.arange(0)]
+    place = 0  # of a slice's first token among this rank's own
+    for of_batch in slices:
+        of_rows.append([])
+        for part in of_batch:
+            for one, first in layout.of_rows(part):
+                of_rows[-1].append(one)
+                start = place + first - part.start
+                shared.append(np.arange(start, start + one.tokens))
+            place += part.tokens
+    routes = routes_of(sent, counts, of_rows, source_of, communicator.cpu_group)
+    held = [sum(part.tokens for part in of_batch) for of_batch in slices]
+    return replace(routes, rows=held, shared=np.concatenate(shared))
 
 
 def routes_of(
-    sent: Ints, counts: Sequence[int], rows: Sequence[Sequence[Slice]], source_of: Ints
+    sent: Ints,
+    counts: Sequence[int],
+    rows: Sequence[Sequence[Slice]],
+    source_of: Ints,
+    cpu_group: CpuGroup,
 ) -> Routes:
     """Return the routes of a rank. sent: [sent] indices into its row, by target. counts: tokens
     for each rank. rows: slices of each micro-batch or chunk. source_of: the rank that drew each
@@ -205,7 +198,8 @@ def routes_of(
         received.tolist(),
         torch.from_numpy(_order_of(sources, sizes)),
     )
-    return Routes(route=route, rows=[sum(part.tokens for part in row) for row in rows])
+    held = [sum(part.tokens for part in row) for row in rows]
+    return Routes(route=route, cpu_group=cpu_group, rows=held)
 
 
 def tokens_of(slices: Sequence[Slice], offsets: Ints) -> Ints:

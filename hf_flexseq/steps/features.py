@@ -109,14 +109,12 @@ class MicroBatchImages:
 
 def with_image_columns(row: SourceRow, drawn: DrawnStep) -> SourceRow:
     """Return a rank's row with the columns of `image_columns`."""
-    assert row.images is not None, "the images of a row were read"
     added = image_columns(row.columns, row.images, drawn.own_images, drawn.images)
     return replace(row, columns=row.columns | added)
 
 
 def with_image_rows(row: SourceRow, drawn: DrawnStep) -> SourceRow:
     """Return a rank's row with a column that says which part of which image a token stands for."""
-    assert row.images is not None, "the images of a row were read"
     rows = image_rows(row.columns["input_ids"], row.images, drawn.own_images, drawn.images)
     return replace(row, columns=row.columns | {IMAGE_ROWS: rows})
 
@@ -139,7 +137,6 @@ def images_of_step(
     images = drawn.images
     own = drawn.row.images
     plan = drawn.image_plan
-    assert own is not None, "the images of a row were read"
     assert plan is not None, "a step with images has a plan of them"
     encoded = send_images(
         own, drawn.own_images, images, plan.placement, drawn.sources, communicator

@@ -72,8 +72,6 @@ def figures_of(step: RankMicroBatches, forward: Forward, totals: Collection[str]
 class FigurePasses:
     """The passes of one step: `first` and `second`, or `only`."""
 
-    __slots__ = ("_before_last", "_kept", "_objective", "_step")
-
     def __init__(
         self,
         step: RankMicroBatches,
@@ -115,8 +113,8 @@ class FigurePasses:
         of_totals = {}
         for name in sorted(gradients.keys() & set(self._objective.totals)):
             of_totals[name] = gradients.pop(name).clone()
-            step.exchange.communicator.cpu_group.all_reduce(of_totals[name])
-        weights = step.exchange.dispatch(gradients, step.routes)
+            step.routes.cpu_group.all_reduce(of_totals[name])
+        weights = step.routes.dispatch(gradients)
 
         # 2. the kept micro-batch, then the others
         kept, self._kept = self._kept, None
@@ -133,7 +131,7 @@ class FigurePasses:
         Collective over the world. weights: this rank's gradients by figure, each [tokens, ...] on
         the CPU, for the same names on all ranks."""
         step = self._step
-        dispatched = step.exchange.dispatch(weights, step.routes)
+        dispatched = step.routes.dispatch(weights)
         step.begin(step.indices)
         found: dict[int, Columns] = {}
         for index in step.walk(step.indices, self._before_last):
@@ -194,13 +192,13 @@ def gathered(
             else:  # nothing, or the one token of a dummy
                 own[name] = torch.empty(0, *value.shape[1:], dtype=value.dtype)
         columns.append(own)
-    figures = step.exchange.to_source(columns, step.routes)
+    figures = step.routes.to_source(columns)
     for name in sorted(first.keys() & set(totals)):
         total = torch.zeros_like(first[name], device="cpu")
         for index, own in found.items():
             if step.counts[index]:  # else the one token of a dummy
                 total += own[name].detach().cpu()
-        step.exchange.communicator.cpu_group.all_reduce(total)
+        step.routes.cpu_group.all_reduce(total)
         figures[name] = total
     return figures
 
@@ -209,7 +207,7 @@ def _with_agreed(step: RankMicroBatches, gradients: Columns, figures: Columns) -
     """Return gradients for every figure that a rank's loss uses, zeros for others' alone."""
     names = sorted(figures)
     used = [int(name in gradients) for name in names]
-    of_all = step.exchange.communicator.cpu_group.gather_ints(used)
+    of_all = step.routes.cpu_group.gather_ints(used)
     agreed = {}
     for name, *flags in zip(names, *of_all, strict=True):
         if name in gradients:

@@ -115,11 +115,11 @@ def batches_of(images: Sequence[Image]) -> list[list[int]]:
     for index, image in enumerate(images):
         key: Any
         if grid_of(image.arguments) is not None:
-            key = (image.modality, tuple(image.arguments))
+            key = (image.size.modality, tuple(image.arguments))
         elif any(name.startswith(_OF_ONE_ROW) for name in image.arguments):
             key = index
         else:
             shapes = tuple((name, value.shape) for name, value in image.arguments.items())
-            key = (image.modality, shapes)
+            key = (image.size.modality, shapes)
         together.setdefault(key, []).append(index)
     return list(together.values())

@@ -46,42 +46,21 @@ class UnsupportedImages(NotImplementedError):
 class Image:
     """An image or a video of a sequence, on the CPU."""
 
-    sequence: int
-    """Index of the sequence in the row of the rank that drew it."""
-
-    modality: str
-    """`plan.images.IMAGE` or VIDEO."""
+    size: ImageSize
+    """Its sequence is counted in the row of the rank that drew it."""
 
     arguments: Mapping[str, torch.Tensor]
     """Arguments of the model's method for features, for this image alone, by name."""
-
-    tokens: int
-    patches: int
-    pairs: int
-    """See `plan.images.ImageSize`."""
-
-    @property
-    def size(self) -> ImageSize:
-        """The sizes that are sent to other ranks."""
-        return ImageSize(
-            sequence=self.sequence,
-            modality=self.modality,
-            tokens=self.tokens,
-            patches=self.patches,
-            pairs=self.pairs,
-            data_bytes=self.data_bytes,
-        )
 
     @property
     def mark(self) -> int:
         """Number that images with the same pixels have in common; see `same_images.py`."""
         return mark_of(self.arguments)
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of its tensors as they travel."""
-        values = sum(value.nbytes for value in self.arguments.values())
-        return len(_head(self)) + values
+
+def data_bytes_of(arguments: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes of an image's tensors as they travel."""
+    return len(_head(arguments)) + sum(value.nbytes for value in arguments.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +85,10 @@ class RowImages:
 
     positions: torch.Tensor | None = None
     """[tokens, axes] These positions; None for a model without, and for a row without images."""
+
+
+NO_IMAGES = RowImages(placeholders={})
+"""Of a row for a model that takes none."""
 
 
 def row_starts(images: Sequence[ImageSize]) -> Ints:
@@ -145,7 +128,7 @@ def image_rows(
     for modality, placeholder in own.placeholders.items():
         numbered = [np.arange(0)]
         for image, index in zip(own.images, numbers, strict=True):
-            if image.modality == modality:
+            if image.size.modality == modality:
                 numbered.append(np.arange(starts[index], starts[index + 1]))
         # Sequences, and the images of each, stand in the order of their tokens.
         found = np.concatenate(numbered)
@@ -202,16 +185,16 @@ def send_images(
 
 def _packed(image: Image) -> torch.Tensor:
     """Return the tensors of an image as bytes: the head, then the values."""
-    head = np.frombuffer(_head(image), dtype=np.uint8).copy()
+    head = np.frombuffer(_head(image.arguments), dtype=np.uint8).copy()
     values = [bytes_of(value) for value in image.arguments.values()]
     return torch.cat([torch.from_numpy(head), *values])
 
 
-def _head(image: Image) -> bytes:
+def _head(arguments: Mapping[str, torch.Tensor]) -> bytes:
     """Return the size of a header and the header, which has the tensors' names, dtypes and
     shapes."""
     header = {}
-    for name, value in image.arguments.items():
+    for name, value in arguments.items():
         header[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
     text = json.dumps(header).encode()
     return np.array([len(text)], dtype=np.int64).tobytes() + text
@@ -228,11 +211,4 @@ def _unpacked(data: torch.Tensor, size: ImageSize) -> Image:
         start, stop = stop, stop + kind.itemsize * int(np.prod(shape))
         # a copy: bytes behind a header need not be aligned for the dtype
         arguments[name] = data[start:stop].clone().view(kind).reshape(shape)
-    return Image(
-        sequence=size.sequence,
-        modality=size.modality,
-        arguments=arguments,
-        tokens=size.tokens,
-        patches=size.patches,
-        pairs=size.pairs,
-    )
+    return Image(size=size, arguments=arguments)

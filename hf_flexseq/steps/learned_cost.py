@@ -141,8 +141,7 @@ class LearnedCost:
                 f"; a token takes {self._held:.2f} times its bytes" if self._held else "",
             )
         if self._steps >= ENOUGH:
-            newest = LearnedCost([Version(0, self._factors(self._correction))])
-            self.keep(newest.to_record())
+            self.keep(record_of([Version(0, self._factors(self._correction))]))
 
     def _factors(self, correction: Correction) -> tuple[float, ...]:
         """Return the factors of a correction and of the bytes of a token, [FACTORS]."""
@@ -168,18 +167,20 @@ class LearnedCost:
                 ratio,
             )
 
-    # ---- records
 
-    def to_record(self) -> dict[str, Any]:
-        """Return the factors as plain JSON values."""
-        return {
-            "terms": list(FACTORS),
-            "versions": [[one.first_step, list(one.factors)] for one in self.versions],
-        }
+# ---- records
+
+
+def record_of(versions: Sequence[Version]) -> dict[str, Any]:
+    """Return the factors of a run as plain JSON values."""
+    return {
+        "terms": list(FACTORS),
+        "versions": [[one.first_step, list(one.factors)] for one in versions],
+    }
 
 
 def versions_of(record: Any) -> list[Version]:
-    """Return the versions of a record of `LearnedCost.to_record`. Raises ValueError for others."""
+    """Inverse of `record_of`. Raises ValueError for another record."""
     if not isinstance(record, dict) or record.get("terms") != list(FACTORS):
         raise ValueError("its terms are those of another version of hf_flexseq")
     found = []

@@ -20,7 +20,7 @@ import torch
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.peak import peak_share
 from hf_flexseq.plan import Plan
-from hf_flexseq.steps.exchange import Routes, RowExchange
+from hf_flexseq.steps.exchange import Routes
 from hf_flexseq.steps.features import StepImages
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.peaks import peaks_of
@@ -61,21 +61,6 @@ class TokenLoss(Protocol):
 class RankMicroBatches(RankStep[Plan]):
     """The micro-batches of one plan that this rank runs, with the tokens that it holds in each."""
 
-    __slots__ = (
-        "_encode_ahead",
-        "_inputs_of",
-        "_random",
-        "_ready",
-        "counts",
-        "current",
-        "exchange",
-        "images",
-        "indices",
-        "peaks",
-        "ran",
-        "routes",
-    )
-
     def __init__(
         self,
         planned: PlannedStep,
@@ -83,7 +68,6 @@ class RankMicroBatches(RankStep[Plan]):
         indices: Sequence[int],
         counts: Sequence[int],
         inputs_of: Callable[[int], Inputs],
-        exchange: RowExchange,
         routes: Routes,
         device: torch.device,
         images: StepImages | None = None,
@@ -92,7 +76,7 @@ class RankMicroBatches(RankStep[Plan]):
         """indices: in the plan, of the micro-batches that this rank runs, never empty.
         counts: tokens that it holds in each micro-batch of the plan.
         inputs_of: makes the inputs of a micro-batch, by its index.
-        exchange, routes: gather figures on the source ranks, and dispatch weights to the tokens.
+        routes: gather figures on the source ranks, and dispatch weights to the tokens.
         images: of the step, if it has any. encode_ahead: encodes them before the step begins, if
             that can be done.
         """
@@ -103,7 +87,6 @@ class RankMicroBatches(RankStep[Plan]):
         self.counts = tuple(counts)
         self.peaks = peaks_of(device)
         self._inputs_of = inputs_of
-        self.exchange = exchange
         self.routes = routes
         self.images = images
         self._encode_ahead = encode_ahead
@@ -206,23 +189,32 @@ class RankMicroBatches(RankStep[Plan]):
         """
         assert not self.ran, "a step runs once"
         with around as before_last:
-            totals = None if loss is None else self._first_pass(loss)
-            order = self.indices if totals is None else self.second_order()
-            if totals is None:
+            if loss is None:
+                order: Sequence[int] = self.indices
                 self.begin(order)
+            else:
+                order = self.second_order()
+                add_up = self._first_pass(loss, order)
             for index, following in self.in_order(order):
                 self.ran.append(index)
-                drawn_before = nullcontext() if totals is None else totals.next(index)
+                drawn_before: AbstractContextManager[None] = nullcontext()
+                if loss is not None:
+                    is_counted = index != self.last_of_plan
+                    loss.next(
+                        is_dummy=not self.counts[index], add_up=None if is_counted else add_up
+                    )
+                    if is_counted:
+                        drawn_before = self.random_state_of(index)
                 with self.running(index, following, before_last), drawn_before:
                     yield self.take(index)
             if loss is not None:
                 loss.finish()
 
-    def _first_pass(self, loss: TokenLoss) -> "_Totals":
-        """Run a pass without gradients that finds this rank's shares of the totals. Collective
-        over the world. The plan's last micro-batch is in the second pass alone, as its first: the
-        totals are known when it has run forward."""
-        order = self.second_order()
+    def _first_pass(self, loss: TokenLoss, order: Sequence[int]) -> AddUp:
+        """Run a pass without gradients that finds this rank's shares of the totals; return the
+        function that adds the last one. Collective over the world. The plan's last micro-batch is
+        in the second pass alone, as its first: the totals are known when it has run forward.
+        order: of the second pass."""
         self.begin(order, follows=True)
         shares = []
         for index, following in self.in_order([one for one in order if one != self.last_of_plan]):
@@ -230,10 +222,17 @@ class RankMicroBatches(RankStep[Plan]):
                 self.keep_random_state(index)
                 share = loss.count(self.take(index))
             shares.append(share if self.counts[index] else torch.zeros_like(share))
-        totals = _Totals(self, loss, shares)
+
+        def add_up(share: torch.Tensor) -> None:
+            totals = share.clone()
+            for earlier in shares:
+                totals += earlier
+            self.routes.cpu_group.all_reduce(totals)  # [n] -> [n]
+            loss.know(totals)
+
         if self.last_of_plan not in self.indices:
-            totals.add_up(torch.zeros_like(shares[0]))
-        return totals
+            add_up(torch.zeros_like(shares[0]))
+        return add_up
 
     # ---- what is known of the micro-batches
 
@@ -268,41 +267,9 @@ class RankMicroBatches(RankStep[Plan]):
         """Keep the random number generators' states before a micro-batch's first pass."""
         self._random[index] = random_states()
 
-    @contextmanager
-    def random_state_of(self, index: int) -> Iterator[None]:
+    def random_state_of(self, index: int) -> AbstractContextManager[None]:
         """Draw inside the random numbers that the first pass of a micro-batch has drawn."""
-        with random_numbers_of(self._random.pop(index)):
-            yield
-
-
-class _Totals:
-    """The totals of a step, between its two passes."""
-
-    def __init__(
-        self, step: RankMicroBatches, loss: TokenLoss, shares: Sequence[torch.Tensor]
-    ) -> None:
-        """shares: of this rank's micro-batches in the first pass, each [n] on the CPU."""
-        self._step = step
-        self._loss = loss
-        self._shares = shares
-
-    def add_up(self, share: torch.Tensor) -> None:
-        """Add the last micro-batch's share, [n] on the CPU, to all other shares, and make the
-        totals known. Collective over the world."""
-        totals = share.clone()
-        for earlier in self._shares:
-            totals += earlier
-        self._step.exchange.communicator.cpu_group.all_reduce(totals)  # [n] -> [n]
-        self._loss.know(totals)
-
-    def next(self, index: int) -> AbstractContextManager[None]:
-        """Begin the next micro-batch of the second pass; return a context that draws the random
-        numbers of the first one."""
-        is_unknown = index == self._step.last_of_plan
-        self._loss.next(
-            is_dummy=not self._step.counts[index], add_up=self.add_up if is_unknown else None
-        )
-        return nullcontext() if is_unknown else self._step.random_state_of(index)
+        return random_numbers_of(self._random.pop(index))
 
 
 def _forgotten(index: int) -> Inputs:

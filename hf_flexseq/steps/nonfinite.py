@@ -34,8 +34,6 @@ Report = dict[str, Any]  # of one rank: the step's number, and names of what is 
 class NonfiniteWatch:
     """Watches the losses and gradients of optimizer steps on this rank."""
 
-    __slots__ = ("_due", "_raises", "_rank", "_taken")
-
     def __init__(self, on_nonfinite: str, rank: int) -> None:
         """on_nonfinite: `raise` or `warn`."""
         self._raises = on_nonfinite == "raise"
@@ -83,8 +81,6 @@ class NonfiniteWatch:
 
 class _Flags:
     """Flags of one step, on their way from the device."""
-
-    __slots__ = ("_copied", "_flags", "_names", "step")
 
     def __init__(
         self, step: int, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]

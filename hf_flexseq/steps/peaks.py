@@ -15,8 +15,6 @@ class Peaks:
     """Notes the peak of numbered blocks that hold more than all before them. The device's own
     count goes on: it is read and never reset, since the user may read it, too."""
 
-    __slots__ = ("_read", "found")
-
     def __init__(self, read: Read | None) -> None:
         """read: None for a device that reports no peak."""
         self._read = read

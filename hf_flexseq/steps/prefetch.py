@@ -46,15 +46,15 @@ from hf_flexseq.planner.process.client import Planner
 from hf_flexseq.planner.process.jobs import Job
 from hf_flexseq.steps.console import beside_bars
 from hf_flexseq.steps.features import with_image_rows
-from hf_flexseq.steps.gathered_rows import GatheredRows, RowFacts
 from hf_flexseq.steps.prefixes import candidates, gather_rows, marks_of, units_of
 from hf_flexseq.steps.rank_step import RankStep
+from hf_flexseq.steps.row_facts import RowFacts
 from hf_flexseq.steps.same_images import distinct_images
 from hf_flexseq.steps.source_row import (
     DrawnStep,
     PlannedStep,
+    RowCounts,
     SourceRow,
-    common_dtypes,
     source_row,
 )
 from hf_flexseq.steps.virtual_tokens import with_virtual_tokens
@@ -139,7 +139,7 @@ class PrefetchedSteps:
         self._images = images
         self._virtual_tokens = virtual_tokens
         self._jobs = jobs
-        self._version = self._made_version()  # of the planner's job
+        self._version = None if jobs is None else jobs.version_of(None)  # of the planner's job
         # of the last `next`
         self._iterator: Batches | None = None
         self._num_batches = 0
@@ -257,27 +257,27 @@ class PrefetchedSteps:
         if None in gathered:
             drawing.raise_on_all_ranks(cpu_group.gather_values, f"drawing {self._what} {number}")
         of_ranks = [RowFacts(*one) for one in gathered]
-        everyone = GatheredRows.of(of_ranks)
+        everyone = RowFacts.joined(of_ranks, cpu_group.phase)
         if not everyone.lengths:
             self._is_exhausted = True
             return
 
         # 3. the step
-        dtypes = common_dtypes([one.dtypes for one in of_ranks], cpu_group.phase)
-        images, own_images = self._distinct_images(row, everyone)
+        first_own = sum(len(one.images) for one in of_ranks[: self.communicator.rank])
+        images, own_images = self._distinct_images(row, everyone, first_own)
         step = DrawnStep(
             number=number,
             request=self._next_request,
-            row=row.with_columns(dtypes),
+            row=row.with_columns(everyone.dtypes),
             lengths=tuple(everyone.lengths),
-            sources=tuple(everyone.sources),
+            sources=tuple(rank for rank, one in enumerate(of_ranks) for _ in one.lengths),
             targets=tuple(everyone.targets),
-            uncounted_targets=everyone.uncounted_targets,
-            padding_targets=everyone.padding_targets,
-            other_rows=everyone.other_rows,
+            counts=RowCounts(*everyone.counts),
             images=images,
             own_images=own_images,
-            blocks=everyone.blocks,
+            blocks={
+                index: [(start, stop) for start, stop in own] for index, own in everyone.blocks
+            },
         )
         for_planner = StepFacts(
             units=self._units(step, everyone) if self._shares_prefixes else (),
@@ -292,16 +292,12 @@ class PrefetchedSteps:
         if step.images and self._images is not None:
             step = self._images.planned(step)
         if self._planner is not None:
-            version = self._version if self._jobs is None else self._jobs.version_of(step.number)
+            version = None if self._jobs is None else self._jobs.version_of(step.number)
             if self._jobs is not None and version != self._version:
                 self._version = version
                 self._planner.use(self._jobs.job_of(step.number))
             self._planner.submit(step.request, list(step.lengths), step.facts)
         return step
-
-    def _made_version(self) -> Hashable:
-        """Return the version of the job of a new planner."""
-        return None if self._jobs is None else self._jobs.version_of(None)
 
     def _with_images(self, row: SourceRow) -> SourceRow:
         """Return this rank's row with its images read. Raises ValueError for those that the model
@@ -316,24 +312,25 @@ class PrefetchedSteps:
         return row
 
     def _distinct_images(
-        self, row: SourceRow, everyone: GatheredRows
+        self, row: SourceRow, everyone: RowFacts, first_own: int
     ) -> tuple[tuple[ImageSize, ...], tuple[int, ...]]:
         """Return the images of all ranks, each once, and which of them each of this rank's images
-        is. Collective over the world where some may be the same."""
+        is. Collective over the world where some may be the same. first_own: the index of this
+        rank's first one among all."""
         if not everyone.images:
             return (), ()
-        assert row.images is not None, "the images were read"
-        first_own = everyone.first_images[self.communicator.rank]
         own = row.images.images
+        images = [ImageSize(**size) for size in everyone.images]
         if self._images is not None and self._images.draws_noise:
-            return tuple(everyone.images), tuple(range(first_own, first_own + len(own)))
+            return tuple(images), tuple(range(first_own, first_own + len(own)))
         distinct, which = distinct_images(
-            own, everyone.images, everyone.image_marks, first_own, self.communicator
+            own, images, everyone.image_marks, first_own, self.communicator
         )
-        images = tuple(everyone.images[index] for index in distinct)
-        return images, tuple(which[first_own : first_own + len(own)])
+        return tuple(images[index] for index in distinct), tuple(
+            which[first_own : first_own + len(own)]
+        )
 
-    def _units(self, step: DrawnStep, everyone: GatheredRows) -> list[Unit]:
+    def _units(self, step: DrawnStep, everyone: RowFacts) -> list[Unit]:
         """Return the rows of a step that begin alike, on rank 0. Collective over the world."""
         if step.blocks:  # a block that rows share in part could not be computed
             return []

@@ -124,17 +124,13 @@ def gather_rows(
     # 1. this rank's own
     rank = communicator.rank
     own = [i for i, source in enumerate(sources) if source == rank]
-    place: dict[int, tuple[int, int]] = {}
-    start = 0
-    for i, size in zip(own, row.lengths, strict=True):
-        place[i] = (start, start + size)
-        start += size
-    ranges = [place[i] for i in wanted if i in place]
+    places = dict(zip(own, torch.arange(sum(row.lengths)).split(row.lengths), strict=True))
+    own_wanted = [places[i] for i in wanted if i in places]  # indices of its tokens, each
     words = TokenWords(row.columns)
-    rows = torch.cat([torch.arange(0), *(torch.arange(*one) for one in ranges)])
+    rows = torch.cat([torch.arange(0), *own_wanted])
     # 2. all to rank 0
     cpu_group = communicator.cpu_group
-    lengths = cpu_group.gather_ints([stop - start for start, stop in ranges])
+    lengths = cpu_group.gather_ints([len(one) for one in own_wanted])
     sent = [0] * communicator.world_size
     sent[0] = len(rows)
     tokens = [sum(of_rank) if rank == 0 else 0 for of_rank in lengths]
@@ -147,12 +143,9 @@ def gather_rows(
     # 3. by row: ranks come in order, and so do the rows of each
     of_ranks = sorted(wanted, key=lambda i: (sources[i], i))
     sizes = [size for of_rank in lengths for size in of_rank]
-    found = {}
-    start = 0
-    for i, size in zip(of_ranks, sizes, strict=True):
-        found[i] = RowTokens(keys[start : start + size], labels[start : start + size])
-        start += size
-    return found
+    ends = np.cumsum(sizes)[:-1]
+    parts = zip(of_ranks, np.split(keys, ends), np.split(labels, ends), strict=True)
+    return {i: RowTokens(of_keys, of_labels) for i, of_keys, of_labels in parts}
 
 
 def _as_ints(column: torch.Tensor) -> Ints:

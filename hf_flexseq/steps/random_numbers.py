@@ -19,16 +19,9 @@ def random_states() -> list[torch.Tensor]:
 def random_numbers_of(states: Sequence[torch.Tensor]) -> Iterator[None]:
     """Draw in the block the random numbers that followed on `random_states`, and after it go on
     from the present states."""
-    now = random_states()
-    set_random_states(states)
-    try:
+    devices = [torch.cuda.current_device()] if len(states) > 1 else []
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(states[0])
+        if devices:
+            torch.cuda.set_rng_state(states[1])
         yield
-    finally:
-        set_random_states(now)
-
-
-def set_random_states(states: Sequence[torch.Tensor]) -> None:
-    """Set the generators to states from `random_states`."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])

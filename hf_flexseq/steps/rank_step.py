@@ -15,22 +15,6 @@ PlanT = TypeVar("PlanT")
 class RankStep(Generic[PlanT]):
     """An optimizer step as one rank runs it: drawn, planned, and timed."""
 
-    __slots__ = (
-        "drawn",
-        "has_run",
-        "items",
-        "loss",
-        "number",
-        "passes",
-        "plan",
-        "remark",
-        "remarks",
-        "row",
-        "stopwatch",
-        "targets",
-        "waited_s",
-    )
-
     def __init__(self, planned: PlannedStep, device: torch.device) -> None:
         """device: runs the step."""
         self.drawn = planned.drawn
@@ -39,7 +23,7 @@ class RankStep(Generic[PlanT]):
         self.row = planned.drawn.row  # what this rank itself drew
         self.targets = sum(planned.drawn.targets)  # tokens with a label, over all ranks
         # those of them that the plain Trainer divides a loss in training by
-        self.items = self.targets - planned.drawn.uncounted_targets
+        self.items = self.targets - planned.drawn.counts.uncounted_targets
         self.waited_s = planned.waited_s
         self.stopwatch = Stopwatch(device)
         self.loss: torch.Tensor | None = None  # of this rank, a scalar, as far as it has run

@@ -11,7 +11,7 @@ All ranks' rows have the same columns (`common_dtypes`), even the row of a rank 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,12 +26,28 @@ from hf_flexseq.steps.collator import (
     OTHER_ROWS,
     PADDING_TARGETS,
 )
-from hf_flexseq.steps.images import RowImages
+from hf_flexseq.steps.images import NO_IMAGES, RowImages
 
 Columns = dict[str, torch.Tensor]
 
 
 # ---- this rank's row
+
+
+class RowCounts(NamedTuple):
+    """Numbers that a row, or all ranks' rows, have besides lengths, for divisors and warnings."""
+
+    uncounted_targets: int = 0
+    """Targets of virtual tokens, which the plain Trainer trains on and does not count."""
+
+    padding_targets: int = 0
+    """Targets next to padding, which were left out."""
+
+    other_rows: int = 0
+    """Rows that the user's collator makes otherwise of a whole batch."""
+
+
+NO_COUNTS = RowCounts()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,20 +66,13 @@ class SourceRow:
     virtual_tokens: int = 0
     """Virtual tokens in front of each sequence (`virtual_tokens.py`)."""
 
-    uncounted_targets: int = 0
-    """Targets of virtual tokens, which the plain Trainer trains on and does not count."""
-
-    padding_targets: int = 0
-    """Targets next to padding, which were left out."""
-
-    other_rows: int = 0
-    """Rows that the user's collator makes otherwise of a whole batch."""
+    counts: RowCounts = NO_COUNTS
 
     given_images: tuple[Mapping[str, torch.Tensor], ...] = ()
     """Tensors of each sequence's images as the collator gave them; () for a row without any."""
 
-    images: RowImages | None = None
-    """The images as the model takes them; None for models that take none."""
+    images: RowImages = NO_IMAGES
+    """The images as the model takes them, once it has read them."""
 
     @property
     def names_of_images(self) -> list[str]:
@@ -89,6 +98,14 @@ class SourceRow:
         for name, value in self.columns.items():
             dtypes[name] = str(value.dtype).removeprefix("torch.")
         return dtypes
+
+    def with_new(self, columns: Columns, reason: str) -> "SourceRow":
+        """Return this row with further columns of [tokens]. Raises ValueError if the dataset has
+        one of them. reason: what they are there for, in words."""
+        for name in columns:
+            if name in self.columns:
+                raise ValueError(f"the dataset has a column {name!r}, which {reason}: rename it")
+        return replace(self, columns=self.columns | columns)
 
     def with_columns(self, dtypes: Mapping[str, str]) -> "SourceRow":
         """Return this row; instead of one that has no columns, one with columns of [0]."""
@@ -151,13 +168,14 @@ def source_row(batches: Sequence[Mapping[str, Any]]) -> SourceRow:
         lengths += batch[LENGTHS]
         first_labels += batch.get(FIRST_LABELS) or [IGNORE_INDEX for _ in batch[LENGTHS]]
         images += batch.get(IMAGES) or [{} for _ in batch[LENGTHS]]
-    padding_targets = sum(batch.get(PADDING_TARGETS, 0) for batch in batches)
     return SourceRow(
         columns=columns,
         lengths=tuple(lengths),
         first_labels=tuple(first_labels),
-        padding_targets=padding_targets,
-        other_rows=sum(batch.get(OTHER_ROWS, 0) for batch in batches),
+        counts=RowCounts(
+            padding_targets=sum(batch.get(PADDING_TARGETS, 0) for batch in batches),
+            other_rows=sum(batch.get(OTHER_ROWS, 0) for batch in batches),
+        ),
         given_images=tuple(images) if any(images) else (),
     )
 
@@ -202,14 +220,8 @@ class DrawnStep:
     targets: tuple[int, ...]
     """Tokens with a label, of each sequence of all ranks."""
 
-    uncounted_targets: int = 0
-    """Targets that the plain Trainer does not count, of all ranks."""
-
-    padding_targets: int = 0
-    """Targets next to padding, which were left out, of all ranks."""
-
-    other_rows: int = 0
-    """Rows that the user's collator makes differently of a whole batch, of all ranks."""
+    counts: RowCounts = NO_COUNTS
+    """Of all ranks."""
 
     images: tuple[ImageSize, ...] = ()
     """Images of all ranks, in the order of their sequences; those with the same pixels once."""

@@ -10,8 +10,6 @@ import torch
 class Stopwatch:
     """Times numbered blocks: by the wall clock on a CPU, by events on CUDA, without waiting."""
 
-    __slots__ = ("_cuda", "_events", "_spans")
-
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[int, float]] = []  # (block, seconds)

@@ -13,7 +13,6 @@ the same values as in one process.
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 
@@ -26,12 +25,7 @@ INDICES = "sequence_indices"
 def with_token_columns(row: SourceRow, names: Collection[str]) -> SourceRow:
     """Return `row` with the columns LENGTHS and INDICES, [tokens] of int64, if they are in
     `names`. Raises ValueError if the dataset has a column of such a name."""
-    for name in names:
-        if name in row.columns:
-            raise ValueError(
-                f"the dataset has a column {name!r}, which hf_flexseq gives this model: rename it"
-            )
-    columns = dict(row.columns)
+    columns = {}
     lengths = torch.tensor(row.lengths, dtype=torch.int64)  # [sequences]
     ends = lengths.cumsum(0)
     if LENGTHS in names:
@@ -40,4 +34,4 @@ def with_token_columns(row: SourceRow, names: Collection[str]) -> SourceRow:
     if INDICES in names:
         starts = (ends - lengths).repeat_interleave(lengths)  # [sequences] -> [tokens]
         columns[INDICES] = torch.arange(starts.numel()) - starts
-    return replace(row, columns=columns)
+    return row.with_new(columns, "hf_flexseq gives this model")

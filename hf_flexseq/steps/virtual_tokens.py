@@ -12,7 +12,7 @@ sequences with three virtual tokens each:
 The model puts the trained embeddings where the placeholders are (`hf/model/adapters.py`).
 
 The last virtual token predicts the first token of its sequence. The plain Trainer trains on this
-target, too, but does not count it in num_items_in_batch: `SourceRow.uncounted_targets`.
+target, too, but does not count it in num_items_in_batch: `RowCounts.uncounted_targets`.
 """
 
 from dataclasses import dataclass, replace
@@ -66,7 +66,7 @@ def with_virtual_tokens(row: SourceRow, count: int) -> SourceRow:
         columns=columns,
         lengths=tuple(lengths.tolist()),
         virtual_tokens=count,
-        uncounted_targets=int((first_labels != IGNORE_INDEX).sum()),
+        counts=row.counts._replace(uncounted_targets=int((first_labels != IGNORE_INDEX).sum())),
     )
 
 

@@ -300,7 +300,9 @@ class Runner:
                 fully_shard(layer)
             fully_shard(self.model)
         # 2. an engine with random plans
-        communicator = Communicator(use_blocks=combination.blocks)
+        communicator = Communicator()
+        if combination.blocks:
+            communicator.open_blocks(range(2, communicator.world_size + 1))
         arguments = FlexSeqArguments(
             lookahead=0,
             cost_model="flexsp-gpt-7b-a100",

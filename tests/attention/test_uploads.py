@@ -17,10 +17,10 @@ def test_every_array_begins_at_a_multiple_of_16_bytes_and_has_its_numbers(sizes,
     calls = [tables.call((3,), (5,), causal=True), tables.call((4, 0, 9), (4, 1, 9), causal=True)]
     on_gpu = uploads.Uploads(tables, torch.device("cuda"))
     on_gpu.bring()
-    brought = [on_gpu.index(number) for number in range(len(sizes))]
+    brought = [on_gpu.indices[number] for number in range(len(sizes))]
     assert [index.tolist() for index in brought] == [array.tolist() for array in arrays]
     for number in calls:
-        segments = on_gpu.segments(number)
+        segments = on_gpu.segments[number]
         brought += [segments.cu_seqlens_q, segments.cu_seqlens_k]
     assert [lengths.tolist() for lengths in brought[-2:]] == [[0, 4, 4, 13], [0, 4, 5, 14]]
     assert all(array.data_ptr() % 16 == 0 for array in brought if array.numel())

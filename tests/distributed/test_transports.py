@@ -13,7 +13,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.distributed import connect as connecting
 from hf_flexseq.distributed.all_to_all import all_to_all
-from hf_flexseq.distributed.communicator import Communicator, Transfers
+from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.connect import connect
 from hf_flexseq.distributed.gloo import GlooTransport
 from hf_flexseq.distributed.gloo_cpu_group import GlooCpuGroup
@@ -69,7 +69,8 @@ def test_all_ranks_use_a_communicator_before_some_of_them_do_and_a_message_is_a_
     assert firsts == ["all_reduce", "all_reduce", "all_to_all", "all_to_all"]
     # one communicator for exchanges and sums of all ranks
     assert [group.ran[1:] for group in stub.by_backend("nccl")[2:]] == [[], ["all_reduce"]]
-    Transfers(communicator, sends=[(torch.ones(3), 6)], recvs=[]).wait()
+    sends = [Message(torch.ones(3), 6, 0)]
+    communicator.transport.post(communicator.lane(6), sends=sends, recvs=[]).wait()
     assert inside.ran[-1] == [("send", 6)]
 
 
@@ -115,7 +116,11 @@ def test_what_a_post_on_nccl_could_not_do_is_named(monkeypatch):
     with pytest.raises(
         LostRank, match="rank 5 could not receive from rank 7 .*, or send to rank 6"
     ):
-        Transfers(communicator, sends=[(torch.ones(3), 6)], recvs=[(torch.ones(2), 7)])
+        communicator.transport.post(
+            communicator.lane(6),
+            sends=[Message(torch.ones(3), 6, 0)],
+            recvs=[Message(torch.ones(2), 7, 0)],
+        )
 
 
 def test_who_is_missing_from_an_all_to_all_is_named_once_the_collective_has_failed(monkeypatch):
@@ -131,7 +136,7 @@ def test_who_is_missing_from_an_all_to_all_is_named_once_the_collective_has_fail
         dist, "all_to_all_single", lambda *given, **options: SimpleNamespace(wait=fails)
     )
     sent, received = torch.ones(8), torch.empty(8)
-    pending = all_to_all(
+    (pending,) = all_to_all(
         communicator,
         range(4),
         sent,

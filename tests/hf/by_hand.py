@@ -18,7 +18,7 @@ from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.program.hybrid import Reordered
 from hf_flexseq.program.ulysses import UlyssesZone
-from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.exchange import micro_batch_routes, united
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.source_row import common_dtypes, source_row
 from hf_flexseq.steps.token_columns import with_token_columns
@@ -66,7 +66,8 @@ def planned_inputs(model, plan, examples, communicator, *, passes=None, lockstep
     row = drawn_row(examples, sources, communicator)
     layout = PlanLayout(plan, rank, passes.shards if passes else None)
     row = with_token_columns(row, needed_columns(model))
-    columns = RowExchange(communicator)(row, layout, sources)
+    routes = micro_batch_routes(row, layout, sources, communicator)
+    columns = routes.dispatch(row.columns, united)
 
     # 2. the context of each micro-batch
     shape = attention_shape(model.config.get_text_config())

@@ -13,7 +13,7 @@ from hf_flexseq.cost.correction import FACTORS, MeasuredStep, corrected, fit
 from hf_flexseq.cost.terms import TERMS
 from hf_flexseq.hf.engine import cost_source
 from hf_flexseq.hf.trainer import synthetic_models as command
-from hf_flexseq.steps.learned_cost import LearnedCost, versions_of
+from hf_flexseq.steps.learned_cost import LearnedCost, record_of, versions_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from tests.costs import rings
 from tests.hf.plain import flexseq_trainer
@@ -118,7 +118,7 @@ def learned_on_a_rank(rank, world_size, saved_after):
         learned.take(step, estimate, communicator, first_step=number + 3, held=held)
         if number == saved_after and rank == 0:
             learned.freeze("a checkpoint is saved")
-    return learned.to_record()
+    return record_of(learned.versions)
 
 
 @pytest.mark.parametrize(("saved_after", "steps"), [(None, [4, 6, 10, 16, 22]), (5, [4, 6])])

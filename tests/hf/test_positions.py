@@ -178,7 +178,8 @@ def test_columns_say_what_one_process_would_of_each_sequence():
 
 
 def test_a_column_of_the_same_name_is_refused():
-    row = SourceRow(columns={LENGTHS: torch.tensor([1])}, lengths=(1,))
+    columns = {LENGTHS: torch.tensor([1]), "position_ids": torch.tensor([0])}
+    row = SourceRow(columns=columns, lengths=(1,))
     with pytest.raises(ValueError, match=f"the dataset has a column '{LENGTHS}'.*rename it"):
         with_token_columns(row, (LENGTHS,))
 

@@ -70,7 +70,7 @@ def divided_errors(rank, world_size, name, *case):
 
     def counting(self, images):
         for image in images:
-            encoded[image.modality] += 1
+            encoded[image.size.modality] += 1
         return own(self, images)
 
     with pytest.MonkeyPatch.context() as patch:

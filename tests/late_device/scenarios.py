@@ -59,7 +59,9 @@ def run_layers(
     micro_batch = MICRO_BATCHES[name]
 
     def run(transport):
-        communicator = Communicator(TOPOLOGY, transport=transport, use_blocks=blocks)
+        communicator = Communicator(TOPOLOGY, transport=transport)
+        if blocks:
+            communicator.open_blocks(range(2, RANKS + 1))
         if passes is None:
             shard = make_shard(micro_batch, LENGTHS, transport.rank)
         else:
@@ -293,7 +295,7 @@ def run_images(rows=8, width=6):
             agree=lambda modalities, cpu_group: None,
         )
         step = StepImages(
-            [Image(sequence=rank, arguments={}, **sizes)],
+            [Image(size=ImageSize(sequence=rank, data_bytes=1, **sizes), arguments={})],
             [torch.arange(rows) + rows * (1 - rank)],
             images=[ImageSize(sequence=one, data_bytes=1, **sizes) for one in range(2)],
             plan=ImagePlan(placement=placement, keeps_graph=True, held_bytes=0.0),

@@ -8,7 +8,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.exchange import micro_batch_routes, united
 from hf_flexseq.steps.source_row import SourceRow
 from tests.budget import for_seeds
 from tests.plans import random_plan
@@ -70,7 +70,8 @@ def exchanged(rank, world_size, plan, topology, sources, passes):
     communicator = join(topology)
     layout = PlanLayout(plan, rank, passes and passes.shards)
     before = host_exchanges(communicator)
-    found = RowExchange(communicator)(row, layout, sources)
+    routes = micro_batch_routes(row, layout, sources, communicator)
+    found = routes.dispatch(row.columns, united)
     assert host_exchanges(communicator) - before == 1, "token exchange is one collective"
     return found
 

@@ -39,10 +39,11 @@ class NoisyTower:
 def step_of_one_image(rows, *, is_sharded=False, keeps_graph=False, tokens=TOKENS):
     """The images of a step of one rank. rows: of features that each micro-batch needs."""
     sizes = {"modality": IMAGE, "tokens": tokens, "patches": tokens, "pairs": 1}
+    size = ImageSize(sequence=0, data_bytes=0, **sizes)
     return StepImages(
-        [Image(sequence=0, arguments={}, **sizes)],
+        [Image(size=size, arguments={})],
         rows,
-        images=[ImageSize(sequence=0, data_bytes=0, **sizes)],
+        images=[size],
         plan=ImagePlan(
             placement=ImagePlacement(owners=(0,), stand_ins=(), loads=(1,), cheapest=0),
             keeps_graph=keeps_graph,

@@ -46,7 +46,7 @@ class Tower:
         self.weight = torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64).requires_grad_()
 
     def encode(self, images, calls):
-        rows = [drawn(100 * image.sequence, image.tokens) for image in images]
+        rows = [drawn(100 * image.size.sequence, image.size.tokens) for image in images]
         return torch.cat([torch.zeros(0, WIDTH, dtype=torch.float64), *rows]) * self.weight
 
     def agree(self, modalities, cpu_group):
@@ -76,7 +76,7 @@ def rows_of(shard):
 def step_of(communicator, shards, owners):
     """The images of a step, as this rank runs its micro-batches."""
     own = [
-        Image(**sizes_of(sequence), arguments={})
+        Image(size=ImageSize(**sizes_of(sequence), data_bytes=1), arguments={})
         for sequence, owner in zip(TOKENS, owners, strict=True)
         if owner == communicator.rank
     ]

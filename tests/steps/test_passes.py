@@ -16,7 +16,7 @@ from hf_flexseq.attention import SequenceContext
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan.layout import PlanLayout
-from hf_flexseq.steps.exchange import RowExchange
+from hf_flexseq.steps.exchange import micro_batch_routes
 from hf_flexseq.steps.figure_passes import FigurePasses, difference_of
 from hf_flexseq.steps.inputs import indices_to_run, inputs_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -159,9 +159,8 @@ def pass_step(plan, sources, communicator, *, lockstep=False):
     row = drawn_row(EXAMPLES, sources, communicator)
     layout = PlanLayout(plan, communicator.rank)
     shards = layout.shards
-    exchange = RowExchange(communicator)
-    routes = exchange.routes(row, layout, sources)
-    columns = exchange.dispatch(row.columns, routes)
+    routes = micro_batch_routes(row, layout, sources, communicator)
+    columns = routes.dispatch(row.columns)
     kernel = choose_kernel(CPU, torch.float64, 8)
 
     def context(shard):
@@ -180,7 +179,6 @@ def pass_step(plan, sources, communicator, *, lockstep=False):
         indices=indices_to_run(shards, lockstep=lockstep),
         counts=[shard.tokens for shard in shards],
         inputs_of=lambda index: inputs_of(shards[index], columns[index], CPU, context),
-        exchange=exchange,
         routes=routes,
         device=CPU,
     )

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.digests import digest_of, mark_of
-from hf_flexseq.steps.gathered_rows import GatheredRows, RowFacts
-from hf_flexseq.steps.images import Image, RowImages
+from hf_flexseq.steps.images import Image, RowImages, data_bytes_of
+from hf_flexseq.steps.row_facts import RowFacts
 from hf_flexseq.steps.same_images import distinct_images
 from hf_flexseq.steps.source_row import SourceRow
 from tests.ranks import host_exchanges, join, run_threads
@@ -13,14 +14,16 @@ from tests.ranks import host_exchanges, join, run_threads
 
 def image_of(pixels, sequence=0, tokens=4):
     grid = torch.tensor([[1, 2, 2]])
-    return Image(
+    arguments = {"pixel_values": pixels, "image_grid_thw": grid}
+    size = ImageSize(
         sequence=sequence,
         modality="image",
-        arguments={"pixel_values": pixels, "image_grid_thw": grid},
         tokens=tokens,
         patches=16,
         pairs=256,
+        data_bytes=data_bytes_of(arguments),
     )
+    return Image(size=size, arguments=arguments)
 
 
 def random_pixels(seed, size=5000, dtype=torch.float32):
@@ -33,13 +36,14 @@ def found_by(rank, world_size, by_rank):
     own = RowImages(images=tuple(by_rank[rank]), placeholders={"image": 9})
     row = SourceRow(columns={}, lengths=(1,) * len(own.images), images=own)
     gathered = communicator.cpu_group.gather_values(RowFacts.of(row, marks=()))
-    everyone = GatheredRows.of([RowFacts(*one) for one in gathered])
+    of_ranks = [RowFacts(*one) for one in gathered]
+    everyone = RowFacts.joined(of_ranks, "a test")
     before = host_exchanges(communicator)
     found = distinct_images(
         own.images,
-        everyone.images,
+        [ImageSize(**size) for size in everyone.images],
         everyone.image_marks,
-        everyone.first_images[rank],
+        sum(len(one.images) for one in of_ranks[:rank]),
         communicator,
     )
     return found, host_exchanges(communicator) - before

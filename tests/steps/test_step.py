@@ -46,8 +46,7 @@ def step_of(indices, events):
         indices=indices,
         counts=[3],
         inputs_of=make,
-        exchange=None,  # of figures, which nothing asks for
-        routes=None,
+        routes=None,  # of figures, which nothing asks for
         device=CPU,
     )
 

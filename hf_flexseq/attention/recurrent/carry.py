@@ -45,8 +45,6 @@ class _Sequence:
 class StateCarry:
     """Everything that the recurrent layers of one stage carry, by call and sequence."""
 
-    __slots__ = ("sequences",)
-
     def __init__(self) -> None:
         self.sequences: dict[CarryKey, _Sequence] = {}
 

@@ -34,7 +34,7 @@ from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.cost_choice import CostSubject
-from hf_flexseq.steps.learned_cost import LearnedCost, Version, versions_of
+from hf_flexseq.steps.learned_cost import LearnedCost, Version, record_of, versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class SavedCost:
             "digest": self.cost.digest(),
             "made_for": dict(self.made_for),
             "record": self.cost.to_record(),
-            "learned": LearnedCost(self.versions).to_record(),
+            "learned": record_of(self.versions),
         }
 
     @classmethod

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.attention.contexts import ModelContexts
+from hf_flexseq.attention.context import ModelContexts
 from hf_flexseq.hf.engine.model_planning import EngineSetup, ModelPlanning
 from hf_flexseq.hf.engine.reduction import GradientReduction, note_trained, whole_parameters
 from hf_flexseq.hf.model.adapters import unsuitable_adapter
@@ -45,7 +45,7 @@ from hf_flexseq.plan.shard import Shard
 from hf_flexseq.planner.images import plan_images
 from hf_flexseq.steps.early_encoding import EarlyEncoder
 from hf_flexseq.steps.embedding_noise import NoiseColumns
-from hf_flexseq.steps.exchange import RowExchange, united
+from hf_flexseq.steps.exchange import micro_batch_routes, united
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
 from hf_flexseq.steps.micro_batches import RankMicroBatches
@@ -77,7 +77,6 @@ class WholeModel(AttachedModel):
         large.
         """
         self.setup = setup
-        self._exchange = RowExchange(setup.communicator)
         self._contexts: ModelContexts | None = None  # from the first step on
 
         # 1. what the model needs of the ranks, and what it costs
@@ -184,8 +183,8 @@ class WholeModel(AttachedModel):
         all_shards = None if passes is None else passes.shards
         layout = PlanLayout(plan, communicator.rank, all_shards)
         shards = layout.shards
-        routes = self._exchange.routes(row, layout, planned.drawn.sources)
-        columns = self._exchange.dispatch(row.columns, routes, united)
+        routes = micro_batch_routes(row, layout, planned.drawn.sources, communicator)
+        columns = routes.dispatch(row.columns, united)
 
         images = None if self._images is None else self._images.of_step(planned, columns)
         self.tiles.attach_for(plan)
@@ -209,7 +208,6 @@ class WholeModel(AttachedModel):
             indices=indices_to_run(shards, lockstep=self.planning.lockstep),
             counts=[shard.tokens for shard in shards],
             inputs_of=inputs,
-            exchange=self._exchange,
             routes=routes,
             device=device,
             images=None if images is None else images[0].step,
@@ -230,12 +228,15 @@ class WholeModel(AttachedModel):
         """Return a maker of contexts with a model's kernel, whose layers `both_ways` show images
         both ways."""
         return ModelContexts(
-            self.setup.communicator,
-            kernel,
-            self.setup.accelerator.device,
-            save_attention_output=self.setup.args.save_attention_output,
-            passes=self.planning.passes,
-            both_ways=both_ways,
+            partial(
+                SequenceContext,
+                communicator=self.setup.communicator,
+                kernel=kernel,
+                device=self.setup.accelerator.device,
+                save_attention_output=self.setup.args.save_attention_output,
+                passes=self.planning.passes,
+                both_ways=both_ways,
+            )
         )
 
     def inputs_alone(self, row: SourceRow) -> Inputs:

@@ -39,12 +39,13 @@ from hf_flexseq.hf.model.towers import (
     towers_draw_noise,
 )
 from hf_flexseq.kernels.upload import to_device
+from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.early_encoding import Weights, first_values, weights_of
 from hf_flexseq.steps.feature_form import FeatureForm, fits
 from hf_flexseq.steps.image_parts import batches_of, grid_of, images_in
 from hf_flexseq.steps.image_rows import KINDS, NUMBERS, images_of_rows
-from hf_flexseq.steps.images import TYPES, Image, RowImages, UnsupportedImages
+from hf_flexseq.steps.images import TYPES, Image, RowImages, UnsupportedImages, data_bytes_of
 from hf_flexseq.steps.source_row import SourceRow
 
 _POSITIONS = "get_rope_index"  # the method of models whose positions have several axes
@@ -154,16 +155,15 @@ class VisionModel:
                 parts += self._videos.parts(modality, tensors_of_one, count)
             for part, count in parts:
                 patches, pairs = self.work_of(part)
-                images.append(
-                    Image(
-                        sequence=sequence,
-                        modality=modality.name,
-                        arguments=part,
-                        tokens=count,
-                        patches=patches,
-                        pairs=pairs,
-                    )
+                size = ImageSize(
+                    sequence=sequence,
+                    modality=modality.name,
+                    tokens=count,
+                    patches=patches,
+                    pairs=pairs,
+                    data_bytes=data_bytes_of(part),
                 )
+                images.append(Image(size=size, arguments=part))
         return images
 
     def _check_names(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -318,7 +318,7 @@ class VisionModel:
         encoded: dict[int, torch.Tensor] = {}
         for together in batches:
             rows = self._encode_together([images[index] for index in together])
-            sizes = [images[index].tokens for index in together]
+            sizes = [images[index].size.tokens for index in together]
             encoded.update(zip(together, rows.split(sizes), strict=True))
         parts = [encoded[index] for index in range(len(images))]
         tokens = sum(len(part) for part in parts)
@@ -329,12 +329,14 @@ class VisionModel:
     def features_of(self, image: Image) -> torch.Tensor:
         """Return the features of an image, [rows, width], whose tokens are not known yet: as many
         as there are rows."""
-        _, streams = FeatureForm.of(self._outputs([image]), self._modalities[image.modality].rows)
+        _, streams = FeatureForm.of(
+            self._outputs([image]), self._modalities[image.size.modality].rows
+        )
         return torch.cat(streams, dim=1)
 
     def _outputs(self, images: Sequence[Image]) -> Any:
         """Return the outputs of the model's method for features, called once on `images`."""
-        modality = self._modalities[images[0].modality]
+        modality = self._modalities[images[0].size.modality]
         arguments = dict(modality.options)
         for name in images[0].arguments:
             joined = torch.cat([image.arguments[name] for image in images])
@@ -347,11 +349,11 @@ class VisionModel:
 
     def _encode_together(self, images: Sequence[Image]) -> torch.Tensor:
         """Return the features of images that one call of the tower takes, [tokens, width]."""
-        modality = self._modalities[images[0].modality]
+        modality = self._modalities[images[0].size.modality]
         outputs = self._outputs(images)
         form, streams = FeatureForm.of(outputs, modality.rows)
         self._forms[modality.name] = form
-        counts = [image.tokens for image in images]
+        counts = [image.size.tokens for image in images]
         if not fits(getattr(outputs, modality.rows), counts):
             raise ValueError(
                 f"{type(self._inner).__name__} makes {len(streams[0])} rows of features of "
