@@ -27,13 +27,13 @@ from hf_flexseq.program.compile import (
     HALO_RETURN,
     SUMMARIES_AFTER,
     SUMMARIES_BEFORE,
-    Machine,
-    MicroBatchLayout,
     backward,
     forward,
     of_rows,
+    parts_of,
 )
 from hf_flexseq.program.instructions import ITEM_BYTES, LayerShape, Program, RowShape
+from hf_flexseq.program.zones import Machine
 
 LAYER = "32x8x128"  # Llama 3.1 8B
 
@@ -152,7 +152,7 @@ def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> Non
         device=options.device,
         wide_gradients=options.device == "cpu",  # as the kernels of either device say
     )
-    parts = MicroBatchLayout(shard, machine).parts
+    parts = parts_of(shard, machine)
     if options.recurrent is not None:
         kind, rows = options.recurrent
         for what in RECURRENT[kind]:

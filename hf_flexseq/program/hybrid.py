@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
 from hf_flexseq.program.builder import Builder, Values
@@ -34,7 +34,7 @@ from hf_flexseq.program.ring_steps import ZoneLayout
 from hf_flexseq.program.tables import IntArray, Tables
 from hf_flexseq.program.ulysses import Span, UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps
-from hf_flexseq.program.zones import Attention, LayerRows, Sinks
+from hf_flexseq.program.zones import Attention, LayerRows, Machine, Sinks
 
 # The part of the zone's time in which the ring computes. The exchanges of heads have the rest.
 RING_SPAN = Span(0.25, 0.75)
@@ -44,19 +44,16 @@ def hybrid_zone(
     zone: Zone,
     channel: Channel,
     tables: Tables,
-    ranks_per_node: int,
-    *,
-    worthy_pairs: int,
-    device: str,
-    reach: Reach = FULL,
+    machine: Machine,
+    reach: Reach,
 ) -> UlyssesZone:
     """Make this rank's part in a hybrid group; inside one node its ring has a single rank.
 
-    worthy_pairs, device: see `make_ring_steps`. reach: which keys a query reads.
+    reach: which keys a query reads.
     """
     # 1. this rank's node, and its index in the node
     degree = zone.group.degree
-    width = min(degree, ranks_per_node)
+    width = min(degree, machine.topology.ranks_per_node)
     assert degree % width == 0, f"a group of {degree} ranks is not made of whole nodes of {width}"
     node, index_in_node = divmod(zone.index, width)
     group_cuts = cuts("hybrid", zone.lengths, degree)
@@ -77,15 +74,7 @@ def hybrid_zone(
     ring_ranks = range(zone.group.start + index_in_node, zone.group.start + degree, width)
     rows = slice(0, sum(tokens))
     layout = ZoneLayout(node_cuts, "zigzag", node, ring_ranks, tables)
-    across = ring_zone(
-        rows,
-        layout,
-        reach,
-        channel,
-        worthy_pairs=worthy_pairs,
-        device=device,
-        trees=zone.group.trees,
-    )
+    across = ring_zone(rows, layout, reach, channel, machine, zone.group.trees)
     ring2node = _rows_in_order(group_cuts, chunks_by_rank)
 
     return UlyssesZone(

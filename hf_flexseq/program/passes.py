@@ -10,8 +10,8 @@ from typing import Protocol
 
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.program.compile import Machine
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
+from hf_flexseq.program.zones import Machine
 
 
 class ProgramPass(Protocol):

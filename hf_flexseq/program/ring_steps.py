@@ -56,35 +56,24 @@ WORTHY_PAIRS = {"cpu": 1 << 11, "cuda": 1 << 21}
 JOINED_QUERIES = 512
 
 
-class Operand(NamedTuple):
-    """Rows that a call of this rank reads, as its queries or as its keys and values."""
-
-    peer: int | None
-    """Global rank that holds the rows; None where they are this rank's own."""
-
-    rows: RowsSpec
-
-    chunks: tuple[ChunkKey, ...] = ()
-    """The chunks that the rows are, in the order of the rows; errors name them."""
-
-
-class Share(NamedTuple):
-    """Rows that one rank holds and the call of another rank reads."""
+class ChunkRows(NamedTuple):
+    """Rows of some chunks, on this rank or between it and another one."""
 
     peer: int
-    """Global rank on the other side."""
+    """Global rank on the other side; this rank for rows that it reads itself."""
 
     rows: RowsSpec
+    """The rows; of another rank, their number alone."""
 
-    chunks: tuple[ChunkKey, ...] = ()
+    chunks: tuple[ChunkKey, ...]
     """The chunks that the rows are, in the order of the rows; errors name them."""
 
 
 class Read(NamedTuple):
     """Inputs of an attention call of this rank."""
 
-    queries: Operand
-    keys: Operand
+    queries: ChunkRows
+    keys: ChunkRows
 
 
 # ---- steps
@@ -105,10 +94,10 @@ class RingStep(NamedTuple):
     reads: tuple[Read, ...]
     """Reads of the kernel call, in the order of its sequences."""
 
-    sent_queries: tuple[Share, ...]
+    sent_queries: tuple[ChunkRows, ...]
     """Queries of this rank that calls of other ranks read."""
 
-    sent_keys: tuple[Share, ...]
+    sent_keys: tuple[ChunkRows, ...]
     """Keys and values of this rank that calls of other ranks read."""
 
 
@@ -225,8 +214,8 @@ def _make_ring_step(
     q_lens: list[int] = []
     k_lens: list[int] = []
     causal = False
-    sent_queries: list[Share] = []
-    sent_keys: list[Share] = []
+    sent_queries: list[ChunkRows] = []
+    sent_keys: list[ChunkRows] = []
     for call in calls:
         # Sequences that are too short for one of the chunks are left out of the call.
         sequences = []
@@ -263,21 +252,22 @@ def _make_ring_step(
 
 def _operand(
     holder: int, sequences: Sequence[int], chunks: Sequence[int], layout: ZoneLayout
-) -> Operand:
+) -> ChunkRows:
     """Return the chunks that this rank's call reads of the rank of index `holder`."""
     keys = tuple(product(sequences, chunks))
     if holder == layout.index:
-        return Operand(None, layout.rows(keys), keys)
-    tokens = sum(layout.tokens_of(sequences, chunks))
-    return Operand(layout.ranks[holder], RowsSpec(tokens), keys)
+        rows = layout.rows(keys)
+    else:
+        rows = RowsSpec(sum(layout.tokens_of(sequences, chunks)))
+    return ChunkRows(layout.ranks[holder], rows, keys)
 
 
 def _share(
     worker: int, sequences: Sequence[int], chunks: Sequence[int], layout: ZoneLayout
-) -> Share:
+) -> ChunkRows:
     """Return the chunks of some sequences that this rank sends to the rank of index `worker`."""
     keys = tuple(product(sequences, chunks))
-    return Share(layout.ranks[worker], layout.rows(keys), keys)
+    return ChunkRows(layout.ranks[worker], layout.rows(keys), keys)
 
 
 # ---- the order of the backward

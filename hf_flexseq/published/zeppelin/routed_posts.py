@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import contiguous_parts, make_shard
-from hf_flexseq.program.compile import FORWARD, Machine, MicroBatchLayout, compile_program
+from hf_flexseq.program.compile import FORWARD, compile_program, parts_of
 from hf_flexseq.program.instructions import LayerShape, PostSpec, Program, Value
 from hf_flexseq.program.tags import EXCHANGE_TAGS, PASS_MESSAGES, ZONE_TAGS
+from hf_flexseq.program.zones import Machine
 from hf_flexseq.published.zeppelin.routing import STRAIGHT, NicFigures, Transfer, make_routing
 
 LEGS = SCATTER, CROSS, GATHER = range(3)
@@ -135,7 +136,7 @@ def _lone_program(
     """Return the program of a rank of a group that works in no other group."""
     alone = Group(ranks=group.ranks, sequences=tuple(range(len(lengths))), strategy=group.strategy)
     shard = make_shard(MicroBatch(groups=(alone,)), lengths, rank)
-    parts = MicroBatchLayout(shard, machine).parts
+    parts = parts_of(shard, machine)
     forward = compile_program(parts, FORWARD, shape)
     return forward if what == FORWARD else compile_program(parts, what, shape, forward)
 

@@ -36,7 +36,6 @@ from collections.abc import Sequence
 
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.program.builder import Rewriter
-from hf_flexseq.program.compile import Machine
 from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import (
     Instruction,
@@ -48,6 +47,7 @@ from hf_flexseq.program.instructions import (
     Value,
 )
 from hf_flexseq.program.tags import PASS_MESSAGES
+from hf_flexseq.program.zones import Machine
 from hf_flexseq.published.zeppelin.routed_posts import (
     CROSS,
     GATHER,
