@@ -190,11 +190,11 @@ def _group(
     if flush_ns + _least_layers(moments) * forward_ns / most >= beat:
         return None
     # its solver is an optional dependency
-    from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
+    from hf_flexseq.published.infinipipe.checkpointing import solve
 
     diagonals = (end - first) + task.stages - 1
     limit = int(min(diagonals * most, (beat - flush_ns) * most / forward_ns))
-    layers = solve(CheckpointingTask(variables=diagonals, most=most, limit=limit, moments=moments))
+    layers = solve(moments, variables=diagonals, most=most, limit=limit)
     if layers is None:
         return None
     price = flush_ns + sum(layers) * forward_ns / most

@@ -46,13 +46,6 @@ class LegRows(NamedTuple):
     """Number of the piece among those between the two ranks."""
 
 
-class PathRows(NamedTuple):
-    """Rows [start, stop) of one value that take a path."""
-
-    start: int
-    stop: int
-
-
 class RoutedPost(NamedTuple):
     """Paths of a post's messages, the same on all ranks."""
 
@@ -60,8 +53,8 @@ class RoutedPost(NamedTuple):
     """(source, target) of the transfers that are routed."""
     values: tuple[tuple[Value, ...], ...]
     """By transfer, its values on the rank that sends them."""
-    rows: dict[tuple[int, int, int], PathRows]
-    """By transfer, path and value."""
+    rows: dict[tuple[int, int, int], range]
+    """By transfer, path and value, the rows that take the path."""
     relays: dict[tuple[int, int], tuple[int, int]]
     """By transfer and path, the exit rank and the entry rank."""
     pieces: tuple[LegRows, ...]
@@ -158,7 +151,7 @@ def _routed_post(
     routing = make_routing(tuple(transfers), links, ranks)
     if routing == STRAIGHT:
         return None
-    rows: dict[tuple[int, int, int], PathRows] = {}
+    rows: dict[tuple[int, int, int], range] = {}
     relays = {}
     pieces = []
     counts: Counter[tuple[int, int]] = Counter()  # pieces so far between two ranks
@@ -169,7 +162,7 @@ def _routed_post(
             for index, value in enumerate(values[transfer.source, transfer.target]):
                 start = value.rows * path.start // transfer.nbytes
                 stop = value.rows * path.stop // transfer.nbytes
-                rows[number, path_number, index] = PathRows(start, stop)
+                rows[number, path_number, index] = range(start, stop)
                 parts = contiguous_parts(stop - start, routing.packets)
                 for packet, part in enumerate(parts):
                     for leg in LEGS:

@@ -131,7 +131,7 @@ class _Legs:
         for (transfer, path, index), rows in self._post.rows.items():
             if transfer not in self.ends and self._rank in self._post.relays[transfer, path]:
                 like = self._post.values[transfer][index]
-                shape = (rows.stop - rows.start, *like.shape[1:])
+                shape = (len(rows), *like.shape[1:])
                 self._passed[transfer, path, index] = self._builder.empty(shape, like.dtype)
         packets = range(self._post.packets)
         scattered = [self._post_leg(SCATTER, packet) for packet in packets]
