@@ -25,19 +25,14 @@ def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None
 
 def _check_ranks(plan: Plan, topology: Topology) -> None:
     """Raise ValueError for a group that is neither inside one node nor made of whole nodes."""
-    allowed: set[tuple[int, int]] = set()  # many groups have the same ranks
     for index, micro_batch in enumerate(plan.micro_batches):
         for group in micro_batch.groups:
-            ends = (group.start, group.stop)
-            if ends in allowed:
-                continue
-            if not topology.allows(*ends):
+            if not topology.allows(group.start, group.stop):
                 raise ValueError(
                     f"micro-batch {index}: ranks {group.start}..{group.stop - 1} are neither "
                     f"inside one node nor whole nodes of {topology.nodes} x "
                     f"{topology.ranks_per_node}"
                 )
-            allowed.add(ends)
 
 
 def _check_memory(tokens: tuple[int, ...], max_tokens_per_rank: int, where: str) -> None:
