@@ -20,7 +20,12 @@ def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None
     if max_tokens_per_rank is not None:
         for index, micro_batch in enumerate(plan.micro_batches):
             tokens = micro_batch.tokens_per_rank(plan.lengths, topology.world_size)
-            _check_memory(tokens, max_tokens_per_rank, f"micro-batch {index}")
+            fullest = tokens.index(max(tokens))
+            if tokens[fullest] > max_tokens_per_rank:
+                raise ValueError(
+                    f"micro-batch {index}: rank {fullest} holds {tokens[fullest]} tokens, the "
+                    f"limit is {max_tokens_per_rank}"
+                )
 
 
 def _check_ranks(plan: Plan, topology: Topology) -> None:
@@ -33,13 +38,3 @@ def _check_ranks(plan: Plan, topology: Topology) -> None:
                     f"inside one node nor whole nodes of {topology.nodes} x "
                     f"{topology.ranks_per_node}"
                 )
-
-
-def _check_memory(tokens: tuple[int, ...], max_tokens_per_rank: int, where: str) -> None:
-    """Raise ValueError, naming the fullest rank, if it exceeds the limit. tokens: [world_size]."""
-    fullest = tokens.index(max(tokens))
-    if tokens[fullest] > max_tokens_per_rank:
-        raise ValueError(
-            f"{where}: rank {fullest} holds {tokens[fullest]} tokens, the limit is "
-            f"{max_tokens_per_rank}"
-        )

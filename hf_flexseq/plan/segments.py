@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from hf_flexseq.plan.rings import chunks_per_rank
-from hf_flexseq.plan.shard import Zone, contiguous_part, cuts
+from hf_flexseq.plan.shard import Zone, contiguous_part, cuts, holder_of
 from hf_flexseq.plan.units import ROOT, NodeTokens, UnitLayout
 
 
@@ -178,12 +178,11 @@ def _tree(parts: Iterable[Segment], unit: UnitLayout | None) -> SegmentTree:
 def _chunks(
     strategy: str, lengths: tuple[int, ...], member: int, degree: int
 ) -> Iterator[Segment]:
-    """Yield the chunks of a sequence, possibly empty; see `shard.held_chunks`."""
+    """Yield the chunks of a sequence, possibly empty."""
     cut = cuts(strategy, lengths, degree)[member]
     chunks = chunks_per_rank(strategy) * degree
     for chunk in range(chunks):
-        front = min(chunk, 2 * degree - 1 - chunk)
-        index = degree - 1 - front if cut.mirrored else front
+        index = holder_of(chunk, degree, mirrored=cut.mirrored)
         yield Segment(index, cut.bounds[chunk], cut.bounds[chunk + 1])
 
 

@@ -225,6 +225,12 @@ def held_chunks(
     return (front, back)
 
 
+def holder_of(chunk: int, degree: int, *, mirrored: bool) -> int:
+    """Return the index of the rank that holds a chunk of a sequence; see `held_chunks`."""
+    front = min(chunk, 2 * degree - 1 - chunk)
+    return degree - 1 - front if mirrored else front
+
+
 @functools.lru_cache(maxsize=1024)
 def cuts(strategy: str, lengths: tuple[int, ...], degree: int) -> tuple[Cut, ...]:
     """Return the cut of each sequence of a group.

@@ -40,7 +40,7 @@ from hf_flexseq.plan.attention_schedule import (
     directions_of,
     interleaved,
 )
-from hf_flexseq.plan.shard import Cut, held_chunks
+from hf_flexseq.plan.shard import Cut, held_chunks, holder_of
 from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
 
@@ -104,7 +104,7 @@ class RingStep(NamedTuple):
 class ZoneLayout:
     """The positions of one rank's chunks in its rows of a group."""
 
-    __slots__ = ("_starts", "cuts", "index", "ranks", "strategy", "tables", "tokens")
+    __slots__ = ("cuts", "index", "ranks", "starts", "strategy", "tables", "tokens")
 
     def __init__(
         self,
@@ -122,11 +122,12 @@ class ZoneLayout:
         self.index = index
         self.ranks = ranks
         self.tables = tables
-        self._starts: dict[ChunkKey, int] = {}  # first row of each chunk of this rank
+        self.starts: dict[ChunkKey, int] = {}
+        """First row of each chunk of this rank, in the order of its rows."""
         row = 0
         for sequence, cut in enumerate(cuts):
             for chunk in held_chunks(strategy, index, len(ranks), mirrored=cut.mirrored):
-                self._starts[sequence, chunk] = row
+                self.starts[sequence, chunk] = row
                 row += cut.tokens((chunk,))
         self.tokens = row
 
@@ -137,14 +138,12 @@ class ZoneLayout:
 
     def holder(self, sequence: int, chunk: int) -> int:
         """Return the index of the rank that holds a chunk of a sequence."""
-        degree = len(self.ranks)
-        place = min(chunk, 2 * degree - 1 - chunk)  # of the rank in the order of its tokens
-        return degree - 1 - place if self.cuts[sequence].mirrored else place
+        return holder_of(chunk, len(self.ranks), mirrored=self.cuts[sequence].mirrored)
 
     def range_of(self, key: ChunkKey, first: int, stop: int) -> tuple[int, int]:
         """Return the rows [start, stop) of tokens [first, stop) in a chunk of this rank."""
         sequence, chunk = key
-        row = self._starts[key] - self.cuts[sequence].bounds[chunk]
+        row = self.starts[key] - self.cuts[sequence].bounds[chunk]
         return row + first, row + stop
 
     def tokens_of(self, sequences: Sequence[int], chunks: Sequence[int]) -> list[int]:
@@ -155,7 +154,7 @@ class ZoneLayout:
         """Return the rows of some chunks of this rank, given in the order of its rows."""
         ranges = []
         for sequence, chunk in chunks:
-            start = self._starts[sequence, chunk]
+            start = self.starts[sequence, chunk]
             ranges.append((start, start + self.cuts[sequence].tokens((chunk,))))
         return self.tables.rows(ranges)
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from hf_flexseq.cost import Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch, widest_first
-from hf_flexseq.planner.problem import NEVER, cheapest, least_wait_ns
+from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.planner.static import best_fit, least_loaded, one_strategy_groups
 from hf_flexseq.planner.task import PlanTask
 from hf_flexseq.published.aligned_groups import allowed_degrees, rank_ranges, slots, units
@@ -150,9 +150,10 @@ class FlexSP:
 
     def _latencies(self) -> Iterator[int]:
         """Yield the least waits of a group of each degree, in nanoseconds."""
+        names = self.cost.strategies(self.task.strategy)
         for degree in self.degrees:
-            shape = (degree, self.topology.spans_nodes(0, degree))
-            yield least_wait_ns(self.cost, shape, self.task.strategy)
+            spans = self.topology.spans_nodes(0, degree)
+            yield min((self.cost.waits(degree, name, spans).always for name in names), default=0)
 
     def _slots(self, unit: int) -> Slots:
         """Return how many slots of `unit` ranks there are, and how many each degree takes."""

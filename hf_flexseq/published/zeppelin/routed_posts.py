@@ -5,6 +5,7 @@ packet into the pieces of its legs. `routes.py` rewrites the programs accordingl
 """
 
 import functools
+import math
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -196,7 +197,4 @@ def _routed_post(
 
 
 def _nbytes(value: Value, shape: LayerShape) -> int:
-    elements = 1
-    for size in value.shape:
-        elements *= size
-    return elements * shape.item_bytes(value.dtype)
+    return math.prod(value.shape) * shape.item_bytes(value.dtype)
