@@ -151,9 +151,7 @@ def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:
         load, rank = heapq.heappop(least)
         owners[index] = rank
         heapq.heappush(least, (load + costs[index], rank))
-    loads = [0] * world_size
-    for index, owner in enumerate(owners):
-        loads[owner] += costs[index]
+    loads = [load for load, _ in sorted(least, key=lambda one: one[1])]
     busy = set(owners)
     return ImagePlacement(
         owners=tuple(owners),
