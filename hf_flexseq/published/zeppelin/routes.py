@@ -113,7 +113,7 @@ class _Legs:
         self._builder = b
         self._rank = rank
         self._channel = channel
-        self._post = post
+        self.post = post
         self._first_tag = channel.tag(PASS_MESSAGES + min(exchanges) % POSTS * POST_TAGS)
         # by transfer: the values on their source and their target, in the order of the tags
         self.ends: dict[int, list[Value]] = {}
@@ -121,19 +121,14 @@ class _Legs:
         self._passed: dict[tuple[int, int, int], Value] = {}
         self._crossing: list[int | None] = []  # posts, by packet
 
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) of the transfers that are routed."""
-        return self._post.pairs
-
     def begin(self) -> None:
         """Scatter all packets, and send each across when it has come."""
-        for (transfer, path, index), rows in self._post.rows.items():
-            if transfer not in self.ends and self._rank in self._post.relays[transfer, path]:
-                like = self._post.values[transfer][index]
+        for (transfer, path, index), rows in self.post.rows.items():
+            if transfer not in self.ends and self._rank in self.post.relays[transfer, path]:
+                like = self.post.values[transfer][index]
                 shape = (len(rows), *like.shape[1:])
                 self._passed[transfer, path, index] = self._builder.empty(shape, like.dtype)
-        packets = range(self._post.packets)
+        packets = range(self.post.packets)
         scattered = [self._post_leg(SCATTER, packet) for packet in packets]
         for packet in packets:
             self._wait(scattered[packet])
@@ -158,7 +153,7 @@ class _Legs:
         recvs = []
         tensors = []
         label = Label(self._channel, self._describe)
-        for piece in self._post.pieces:
+        for piece in self.post.pieces:
             if (piece.leg, piece.packet) != (leg, packet):
                 continue
             if self._rank not in (piece.source, piece.target):
@@ -183,14 +178,14 @@ class _Legs:
             value = self.ends[piece.transfer][piece.value]
             return self._builder.part(value, piece.start, piece.stop)
         key = (piece.transfer, piece.path, piece.value)
-        before = self._post.rows[key].start
+        before = self.post.rows[key].start
         return self._builder.part(self._passed[key], piece.start - before, piece.stop - before)
 
     def _describe(self, peer: int, sent: bool) -> str:
         """Return the name of the pieces between this rank and `peer`."""
         ends = (self._rank, peer) if sent else (peer, self._rank)
-        transfers = {p.transfer for p in self._post.pieces if (p.source, p.target) == ends}
-        pairs = [self._post.pairs[transfer] for transfer in sorted(transfers)]
+        transfers = {p.transfer for p in self.post.pieces if (p.source, p.target) == ends}
+        pairs = [self.post.pairs[transfer] for transfer in sorted(transfers)]
         names = [f"rank {source} sends to rank {target}" for source, target in pairs]
         return f"pieces of what {', '.join(names)}"
 
@@ -246,7 +241,7 @@ class _Rewriting:
         self, messages: Sequence[MessageSpec], legs: _Legs, *, sent: bool
     ) -> list[MessageSpec]:
         """Return the messages that go straight; give the values of the others to the legs."""
-        pairs = legs.pairs
+        pairs = legs.post.pairs
         straight = []
         for message in sorted(messages, key=lambda one: one.tag):
             pair = (self._rank, message.peer) if sent else (message.peer, self._rank)
