@@ -82,21 +82,25 @@ class _TokenOutputs(torch.autograd.Function):
         for chunk, logits in head.logits():
             counts = targets[chunk, None] != IGNORE_INDEX  # [rows, 1]
             index = targets[chunk, None].masked_fill(~counts, 0)  # [rows, 1]
-            log_sum = logits.logsumexp(1, keepdim=True)  # [rows, 1]
-            logits -= log_sum  # log p
-            picked = logits.gather(1, index).masked_fill_(~counts, 0)  # [rows, 1]
-            if with_means:
-                mean = logits.mean(1, keepdim=True)  # [rows, 1]
-                means[chunk] = mean.masked_fill_(~counts, 0).squeeze(1)
-            p = logits.exp()  # [rows, V]
-            surprise = logits.mul_(p).sum(1, keepdim=True)  # [rows, 1]
+            # the largest logit is moved to 0: l = z[target] - log(sum(exp(z)))
+            largest = logits.amax(1, keepdim=True)  # [rows, 1]
+            logits -= largest
+            picked = logits.gather(1, index)  # [rows, 1]
+            mean = logits.mean(1, keepdim=True) if with_means else None  # [rows, 1]
+            exponentials = logits.exp()  # [rows, V]
+            total = exponentials.sum(1, keepdim=True)  # [rows, 1]
+            log_total = total.log()
+            spread = log_total - logits.mul_(exponentials).sum(1, keepdim=True) / total
             if known is not None:
                 of_target = known[chunk, None].masked_fill(~counts, 0).to(head.dtype)  # [rows, 1]
-                d_logits = p.mul_(-of_target).scatter_add_(1, index, of_target)  # [rows, V]
-                head.add(chunk, d_logits)
+                d_logits = exponentials.mul_(-of_target / total)  # [rows, V]
+                head.add(chunk, d_logits.scatter_add_(1, index, of_target))
+            picked = (picked - log_total).masked_fill_(~counts, 0)
+            if mean is not None:
+                means[chunk] = (mean - log_total).masked_fill_(~counts, 0).squeeze(1)
             log_probs[chunk] = picked.squeeze(1)
-            entropy[chunk] = -surprise.masked_fill_(~counts, 0).squeeze(1)
-            log_sums[chunk] = log_sum.squeeze(1)
+            entropy[chunk] = spread.masked_fill_(~counts, 0).squeeze(1)
+            log_sums[chunk] = (largest + log_total).squeeze(1)
         ctx.is_finished = known is not None
         if known is None:
             ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)

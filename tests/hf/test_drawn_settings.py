@@ -29,7 +29,9 @@ DRAWS, PER_JOB = 300, 15
         # of several trainers, and of each way
         pytest.param((1, 7, 8, 19), 3, id="few"),
         # once other results in silence, or an error that was no refusal
-        pytest.param((306, 318, 328, 570, 733), 1, id="mended", marks=pytest.mark.nightly),
+        pytest.param(
+            (306, 318, 328, 570, 733, 1192, 1227), 1, id="mended", marks=pytest.mark.nightly
+        ),
         *(
             pytest.param(
                 range(first, first + PER_JOB),
@@ -96,6 +98,7 @@ SAID_OF_SOME = {
     ("penalty", "gradients scaled"): None,
     ("head hook", "layer hook"): None,
     ("model hook", "loss scaled"): "two sequences have the loss .* by the log-probabilities",
+    ("label pre hook", "own items"): "two sequences have the loss .* by the log-probabilities",
 }
 CASES = [(name,) for name in CHANGES if "trainer" in CHANGES[name].of]
 ALONE = ("loss with items", "loss without items", "loss by rows", "labels masked", "prepares ids")

@@ -200,6 +200,23 @@ def test_a_reference_of_another_shape_is_refused(tmp_path, sizes):
 
 
 @reads_log_probabilities
+def test_a_hook_that_changes_labels_is_refused(tmp_path):
+    policy = tiny_llama()
+    policy.register_forward_pre_hook(
+        lambda module, args, given: (
+            (args, {**given, "labels": given["labels"].roll(1)})
+            if given.get("labels") is not None
+            else None
+        ),
+        with_kwargs=True,
+    )
+    with refused(
+        "on the model: two sequences have the loss .* change labels in the data_collator"
+    ):
+        own_trainer(True, tmp_path, model=policy).train()
+
+
+@reads_log_probabilities
 def test_stages_of_a_pipeline_are_refused(tmp_path):
     options = FlexSeqArguments(pipeline_parallel_size=2, **OPTIONS)
     with refused("pipeline_parallel_size=2.*set it to 1"):

@@ -36,7 +36,7 @@ from transformers import Trainer
 
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
-from hf_flexseq.hf.engine.sum_trial import ITEMS, SumTrial
+from hf_flexseq.hf.engine.sum_trial import ITEMS, SumTrial, loss_of_model
 from hf_flexseq.hf.losses.answers import (
     POLICY,
     REFERENCE,
@@ -273,8 +273,16 @@ class LossOnSamples(StepLoss):
             with trainer.compute_loss_context_manager():
                 return -head.forward(wrapped, inputs)["log_probs"].sum() / ITEMS
 
-        compared = next_token_loss if head.is_own else None
-        self._trial.run(step.row, model, squares, pads=False, next_token_loss=compared)
+        def loss_of_fused_head(wrapped: nn.Module, inputs: Inputs) -> torch.Tensor:
+            with trainer.compute_loss_context_manager():
+                outputs = wrapped(**inputs, use_cache=False, fused_lm_head=True)
+            return -outputs.log_probs.sum() / ITEMS
+
+        losses = None
+        if head.main == "log_probs":
+            loss_by_model = loss_of_model(self._engine.whole_model)
+            losses = (loss_by_model if head.is_own else loss_of_fused_head), next_token_loss
+        self._trial.run(step.row, model, squares, pads=False, losses=losses)
 
     @contextmanager
     def _timed_since(self, began: float) -> Iterator[None]:
