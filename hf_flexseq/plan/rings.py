@@ -4,7 +4,8 @@ rounds.
 In a *round* every worker has a call with one *partner*, the rank at a fixed distance before it,
 modulo the degree. The round defines the call for a partner with earlier tokens than the worker,
 and for one with later tokens. So a new ring is a function from a degree to its rounds, with the
-traffic and the pace of its busiest rank (`Ring`), registered in `registry.RINGS`. The core has:
+traffic and the pace of its busiest rank: a `Ring`, registered in `registry.RINGS`. One is the
+core's:
 
     zigzag     A rank holds two chunks, one from each half of the sequence, and computes for its
                own queries only. This choice of chunks gives all ranks equal work.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
+from hf_flexseq.base.registry import RINGS
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks, Range, block_rows
 from hf_flexseq.plan.shard import Shard, cuts
 from hf_flexseq.program import row_programs
@@ -120,10 +121,12 @@ def _zones(
                 zones.append(ulysses_zone(zone, channel, tables, machine, reach, of_zone))
             case "hybrid":
                 zones.append(hybrid_zone(zone, channel, tables, machine, reach))
-            case ring:
+            case ring if ring in RINGS:
                 group_cuts = cuts(ring, zone.lengths, zone.group.degree)
                 layout = ZoneLayout(group_cuts, ring, zone.index, zone.group.ranks, tables)
                 zones.append(ring_zone(rows, layout, reach, channel, machine, trees))
+            case other:
+                raise AssertionError(f"no attention for strategy {other!r}")
     return tuple(zones) or (CallsZone(slice(0, 0)),)
 
 

@@ -8,9 +8,6 @@ the registry of planners; the executor applies them.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hf_flexseq.base.registry import PLANNERS, object_of
-from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
@@ -33,17 +30,3 @@ class PlanPasses(Protocol):
 
     def of_programs(self, shard: Shard, machine: Machine) -> ProgramPass:
         """Return the pass over the programs of a shard."""
-
-
-def passes_of(
-    planner: str, cost: CostModel, topology: Topology, *, lockstep: bool
-) -> PlanPasses | None:
-    """Return the passes of a planner; None if it has none.
-
-    lockstep: True if all ranks run every micro-batch together.
-    """
-    dotted = PLANNERS[planner].passes
-    if dotted is None:
-        return None
-    passes: PlanPasses = object_of(dotted)(cost, topology, lockstep=lockstep)
-    return passes

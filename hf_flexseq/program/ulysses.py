@@ -104,6 +104,9 @@ class UlyssesZone:
     wide: bool = False
     """Whether `inner` sums gradients in WIDE whatever the kernel does."""
 
+    def __post_init__(self) -> None:
+        assert self.span is None or self.piece_rows is None, "pieces have times of their own"
+
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
     ) -> ZoneSteps[tuple[Value, Values]]:

@@ -39,8 +39,9 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.blocks import exchange_degrees
+from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.jobs import GroupsJob
-from hf_flexseq.program.passes import PlanPasses, passes_of
+from hf_flexseq.program.passes import PlanPasses
 from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.micro_batches import RankMicroBatches
