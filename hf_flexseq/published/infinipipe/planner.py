@@ -18,7 +18,8 @@ process". The window of a group is P - p + the chunks of its longest sequence (e
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
+from statistics import fmean
 
 from hf_flexseq.pipeline.planning.cuts import CutWork
 from hf_flexseq.pipeline.planning.orders import backward_names, one_forward_one_backward
@@ -203,20 +204,10 @@ def _group(
 
 def _passes(costs: ChunkCosts, chunks: slice) -> tuple[float, float]:
     """Return mean nanoseconds of a chunk's forward on a stage, and of its forward and backward."""
-    forward = _mean(costs.forward, chunks)
-    input_grad = _mean(costs.input_grad, chunks)
-    weight_grad = _mean(costs.weight_grad, chunks)
-    return forward, forward + input_grad + weight_grad
-
-
-def _mean(table: Sequence[Sequence[int]], chunks: slice) -> float:
-    """Return the mean of a [stage][chunk] table over all stages and these chunks."""
-    total = 0
-    count = 0
-    for row in table:
-        total += sum(row[chunks])
-        count += len(row[chunks])
-    return total / count
+    means = []
+    for table in (costs.forward, costs.input_grad, costs.weight_grad):  # [stage][chunk] each
+        means.append(fmean(chain.from_iterable(row[chunks] for row in table)))
+    return means[0], sum(means)
 
 
 # ---- recomputing
