@@ -17,8 +17,9 @@ from hf_flexseq.kernels import Kernel
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.program.compile import Machine, MicroBatchLayout
+from hf_flexseq.program.compile import parts_of
 from hf_flexseq.program.passes import PlanPasses
+from hf_flexseq.program.zones import Machine
 
 
 class SequenceContext:
@@ -80,11 +81,9 @@ class SequenceContext:
             device=device.type,
             wide_gradients=kernel.wide_gradients,
         )
-        layout = MicroBatchLayout(shard, machine, blocks)
+        parts = parts_of(shard, machine, blocks)
         rewrite = None if passes is None else passes.of_programs(shard, machine)
-        self.programs = MicroBatchPrograms(
-            layout.parts, communicator, kernel, device, rewrite=rewrite
-        )
+        self.programs = MicroBatchPrograms(parts, communicator, kernel, device, rewrite=rewrite)
 
     def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "SequenceContext":
         """Return this: a micro-batch is the same for all layers."""

@@ -2,7 +2,7 @@
 systems.
 
     STRATEGIES           how the ranks of a group share attention
-    RINGS                how ranks exchange keys and values: `plan.rings`, `cost.rings`
+    RINGS                how ranks exchange keys and values: `plan.rings`
     PLANNERS             functions that form the groups of a step, for `make_plan`
     PIPELINE_SCHEDULES   functions that form chunks and actions, for `make_pipeline_plan`
     PIPELINE             objects that take the place of a whole model's where it runs in stages
@@ -33,25 +33,10 @@ STRATEGIES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingEntry:
-    """A ring among the strategies."""
-
-    ring: str
-    """`module:name` of its `plan.rings.Ring`: chunks and calls."""
-    costs: str
-    """`module:name` of its `cost.rings.RingCosts`: traffic and launches."""
-
-
-RINGS: Mapping[str, RingEntry] = {
-    "zigzag": RingEntry(
-        ring="hf_flexseq.plan.rings:ZIGZAG",
-        costs="hf_flexseq.cost.rings:ZIGZAG",
-    ),
-    "balanced": RingEntry(
-        ring="hf_flexseq.published.lightseq.balanced_ring:RING",
-        costs="hf_flexseq.published.lightseq.balanced_ring:COSTS",
-    ),
+# `module:name` of each ring's `plan.rings.Ring`: chunks and calls, traffic and pace.
+RINGS: Mapping[str, str] = {
+    "zigzag": "hf_flexseq.plan.rings:ZIGZAG",
+    "balanced": "hf_flexseq.published.lightseq.balanced_ring:RING",
 }
 
 

@@ -23,7 +23,6 @@ from hf_flexseq.cli.plan import (
     planned,
     planned_images,
     read_rows,
-    tower_load,
 )
 from hf_flexseq.cli.progress import Progress
 from hf_flexseq.cost import CostModel, step_ns
@@ -298,7 +297,7 @@ def _measure(
 ) -> Result:
     """Return the figures of the plans of all steps under `name`."""
     timelines = [timeline_of(plan, options.topology, cost, sync=options.sync) for plan in plans]
-    image_bytes = [_image_bytes(step, options, cost) for step in steps]
+    of_images = [planned_images(step, options, cost) for step in steps]
     in_groups = [_in_groups_s(*one, options, cost) for one in zip(plans, steps, strict=True)]
     nanoseconds = sum(timeline.stop for timeline in timelines)
     seconds = sum(plan.objective_s for plan in plans)
@@ -312,21 +311,15 @@ def _measure(
         if cost.experts is None
         else sum(one.share("experts") * one.stop for one in timelines) / nanoseconds,
         peak_bytes=max(
-            timeline.peak_bytes + held
-            for timeline, held in zip(timelines, image_bytes, strict=True)
+            timeline.peak_bytes + (0 if one is None else round(one.held_bytes))
+            for timeline, one in zip(timelines, of_images, strict=True)
         ),
         micro_batches=sum(len(plan.micro_batches) for plan in plans) / len(plans),
         planning_s=sum(plan.planning_s for plan in plans) / len(plans),
         plans=tuple(plans),
-        towers=tuple(tower_load(step, options, cost) for step in steps),
+        towers=tuple(None if one is None else TowerLoad.of(one) for one in of_images),
         in_groups_s=sum(in_groups) / len(plans),
     )
-
-
-def _image_bytes(step: SharedRows, options: Namespace, cost: CostModel) -> int:
-    """Return the most bytes that a rank holds for a step's images."""
-    of_images = planned_images(step, options, cost)
-    return 0 if of_images is None else round(of_images.held_bytes)
 
 
 def _in_groups_s(plan: Plan, step: SharedRows, options: Namespace, cost: CostModel) -> float:

@@ -1,8 +1,6 @@
 """The parser of `flexseq`: its commands, their options, and the successors of removed commands."""
 
-import argparse
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from argparse import ArgumentParser
 
 from hf_flexseq.base.registry import PLANNERS, STRATEGIES
 from hf_flexseq.cli.calibrate import calibrate
@@ -44,40 +42,27 @@ def make_parser() -> ArgumentParser:
         prog="flexseq", description="Plan and look at flexible sequence parallelism."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _plan_options(
-        _command(commands, "plan", plan, "decide which ranks work together on which sequences")
-    )
-    _compare_options(
-        _command(commands, "compare", compare, "a table of all planners on your lengths")
-    )
-    _fit_options(
-        _command(commands, "fit", fit, "the longest sequence that fits, and what choices cost")
-    )
-    _view_options(_command(commands, "view", view, "draw a plan or a plan trace"))
-    _report_options(
-        _command(commands, "report", report, "an HTML page about your lengths, or about a run")
-    )
-    _calibrate_options(
-        _command(commands, "calibrate", calibrate, "correct a cost model by the seconds of a run")
-    )
-    _prove_options(
-        _command(commands, "prove", prove, "show that a model trains on ranks as on one process")
-    )
-    _command(
-        commands, "env", env, "versions, devices and kernels, and why a kernel is not available"
-    )
-    return parser
-
-
-def _command(
-    commands: "argparse._SubParsersAction[OneLineParser]",
-    name: str,
-    run: Callable[[Namespace], int | None],
-    help: str,
-) -> ArgumentParser:
-    """Add a command that calls `run` with its options, and return its parser."""
-    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-    set_run(parser, run)
+    for name, run, add_options, help in (
+        ("plan", plan, _plan_options, "decide which ranks work together on which sequences"),
+        ("compare", compare, _compare_options, "a table of all planners on your lengths"),
+        ("fit", fit, _fit_options, "the longest sequence that fits, and what choices cost"),
+        ("view", view, _view_options, "draw a plan or a plan trace"),
+        ("report", report, _report_options, "an HTML page about your lengths, or about a run"),
+        (
+            "calibrate",
+            calibrate,
+            _calibrate_options,
+            "correct a cost model by the seconds of a run",
+        ),
+        ("prove", prove, _prove_options, "show that a model trains on ranks as on one process"),
+        ("env", env, None, "versions, devices and kernels, and why a kernel is not available"),
+    ):
+        command = commands.add_parser(
+            name, help=help, description=help[0].upper() + help[1:] + "."
+        )
+        set_run(command, run)
+        if add_options is not None:
+            add_options(command)
     return parser
 
 

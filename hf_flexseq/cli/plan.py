@@ -44,7 +44,8 @@ def plan(options: Namespace) -> None:
         plans.append(
             planned(of_step, options, cost, planner=options.planner, sp_degree=options.sp_degree)
         )
-        towers.append(tower_load(of_step, options, cost))
+        of_images = planned_images(of_step, options, cost)
+        towers.append(None if of_images is None else TowerLoad.of(of_images))
     if options.json is not None:
         _write(options.json, plans)
     if options.json != "-":
@@ -170,12 +171,6 @@ def planned(
         units=step.units if PLANNERS[planner].takes_units else (),
         held_tokens=0 if of_images is None else of_images.held_tokens(cost.token_bytes),
     )
-
-
-def tower_load(step: SharedRows, options: Namespace, cost: CostModel) -> TowerLoad | None:
-    """Return the tower's load in a step; None without images."""
-    of_images = planned_images(step, options, cost)
-    return None if of_images is None else TowerLoad.of(of_images)
 
 
 def planned_images(step: SharedRows, options: Namespace, cost: CostModel) -> ImagePlan | None:

@@ -22,7 +22,7 @@ from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan.files import RecordedStep, StepsFile, parse_steps
 from hf_flexseq.planner.shared_rows import SharedRows
-from hf_flexseq.view.picture import picture_of
+from hf_flexseq.view.picture import picture_of, require
 from hf_flexseq.view.report import (
     ROWS,
     StepRow,
@@ -30,7 +30,6 @@ from hf_flexseq.view.report import (
     lengths_figure,
     lengths_text,
     page,
-    require_libraries,
     run_text,
     step_row,
     steps_figure,
@@ -45,7 +44,7 @@ _PLAN = re.compile(r'"objective_s"\s*:')
 
 def report(options: Namespace) -> None:
     """Write the page, and print its summary."""
-    require_libraries()
+    require("reports", "jinja2", "matplotlib")
     folder = Path(options.html).parent
     if not folder.is_dir():
         raise ValueError(f"--html {options.html}: directory {folder} does not exist")

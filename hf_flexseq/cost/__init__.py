@@ -6,7 +6,6 @@ stages are in `hf_flexseq/pipeline/planning/`.
     model.py           CostModel: the terms of one sequence on one group
     evaluate.py        groups, micro-batches and steps by a cost model
     terms.py           the terms of a micro-batch, and models with other numbers behind them
-    rings.py           traffic and pace of rings, by name
     activations.py     a rank's activation bytes in a micro-batch, by the choice for them
     choices.py         cost models under other choices than the user's own; the ladder of choices
     peak.py            bytes per token by the peak that a device has reported

@@ -76,6 +76,15 @@ def analytic_cost_model(
                 f"zero_stage={zero_stage} with experts over {expert_ranks} ranks, which FSDP "
                 "shards: use zero_stage=3"
             )
+    tower = None
+    if shape.tower is not None:
+        tower = TowerCost.of(
+            shape.tower,
+            flops=device.flops,
+            dtype_bytes=shape.dtype_bytes,
+            checkpointing=checkpointing,
+            is_sharded=zero_stage == 3,
+        )
     parameters_s = 0.0
     if zero_stage == 3:
         parameters_s = _parameters_s(shape, device, topology, replicas, expert_ranks)
@@ -103,7 +112,7 @@ def analytic_cost_model(
         kernel=device.kernel,
         widest_window=max((_window(reach) for _, reach in shape.reaches), default=0),
         experts=experts,
-        tower=_tower(shape, device, checkpointing, is_sharded=zero_stage == 3),
+        tower=tower,
         activations=activations,
     )
 
@@ -127,21 +136,6 @@ def _activations(shape: ModelShape, device: DeviceSpec, checkpointing: bool) -> 
         checkpointing=checkpointing,
         mixer_bytes=mixers / shape.layers,
         output_bytes=outputs / shape.layers,
-    )
-
-
-def _tower(
-    shape: ModelShape, device: DeviceSpec, checkpointing: bool, *, is_sharded: bool
-) -> TowerCost | None:
-    """Return the vision tower of a model, if it has one."""
-    if shape.tower is None:
-        return None
-    return TowerCost.of(
-        shape.tower,
-        flops=device.flops,
-        dtype_bytes=shape.dtype_bytes,
-        checkpointing=checkpointing,
-        is_sharded=is_sharded,
     )
 
 

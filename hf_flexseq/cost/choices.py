@@ -22,8 +22,8 @@ from dataclasses import replace
 from hf_flexseq.base.values import MAX_TOKENS_PER_RANK
 from hf_flexseq.cost.activations import Activations
 from hf_flexseq.cost.model import ATTENTION_BACKWARD, EXCHANGES, EXCHANGES_AGAIN, CostModel
-from hf_flexseq.cost.rings import RING_PASSES
 from hf_flexseq.plan.memory import MemoryChoice
+from hf_flexseq.plan.rings import RING_PASSES
 
 # Exchanges with experts where nothing runs again.
 EXPERT_EXCHANGES = 2.0

@@ -79,14 +79,6 @@ def groups_ns(
 # ---- micro-batches
 
 
-def _busy_ns(groups: Sequence[Group], work_ns: Sequence[int], topology: Topology) -> Int64Array:
-    """Return the nanoseconds each rank works in groups that take `work_ns`, [world_size]."""
-    busy = np.zeros(topology.world_size, dtype=np.int64)
-    for group, nanoseconds in zip(groups, work_ns, strict=True):
-        busy[group.start : group.stop] += nanoseconds
-    return busy
-
-
 def experts_ns(
     cost: CostModel, micro_batch: MicroBatch, lengths: Sequence[int], topology: Topology
 ) -> Int64Array:
@@ -127,7 +119,9 @@ def lockstep_ns(
     work_ns = _work_ns(cost, micro_batches, lengths, topology, image_ns)
     nanoseconds = []
     for micro_batch, of_groups in zip(micro_batches, work_ns, strict=True):
-        busy = _busy_ns(micro_batch.groups, of_groups, topology)  # [world_size]
+        busy = np.zeros(topology.world_size, dtype=np.int64)  # of each rank
+        for group, of_group in zip(micro_batch.groups, of_groups, strict=True):
+            busy[group.start : group.stop] += of_group
         if cost.experts is not None:
             together = experts_ns(cost, micro_batch, lengths, topology)  # [expert groups]
             busy = busy.reshape(len(together), -1).max(axis=1) + together

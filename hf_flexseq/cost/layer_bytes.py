@@ -71,13 +71,16 @@ def activations_of(
     """
     between = shape.hidden_bytes or shape.dtype_bytes  # bytes of a number between layers
     layer = _layer(shape, between, mixer_bytes=mixer_bytes, output_bytes=output_bytes)
+    mlp_share = 0.0  # with experts, whose grouping tiles would break
+    if not shape.has_experts:
+        mlp_share = shape.share_of(3 * shape.layers * shape.hidden * shape.intermediate)
     rotary = 2 * shape.head_dim * between  # cosines and sines
     return Activations(
         kinds=(layer,),
         order=(0,) * shape.layers,
         base_bytes=float(rotary + 2 * INT64_BYTES),  # with its number and its position
         head_bytes=float(HEAD_ROWS * FLOAT32_BYTES * shape.hidden),
-        mlp_share=_mlp_share(shape),
+        mlp_share=mlp_share,
         linear_passes=shape.linear_passes,
         out_rate=device.host_rate,
         back_rate=device.host_rate,
@@ -133,11 +136,3 @@ def with_uneven_experts(layer: LayerBytes, shape: ModelShape, imbalance: float) 
         peak_bytes=layer.peak_bytes + more_inside,
         rest_bytes=layer.rest_bytes + more_inside,
     )
-
-
-def _mlp_share(shape: ModelShape) -> float:
-    """Return the share of the weights that work on a token which are in MLPs; 0 with experts,
-    whose grouping tiles would break."""
-    if shape.has_experts:
-        return 0.0
-    return shape.share_of(3 * shape.layers * shape.hidden * shape.intermediate)

@@ -52,8 +52,7 @@ from hf_flexseq.base.registry import RINGS
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.constants import CostConstants
 from hf_flexseq.cost.kernels import FloatArray
-from hf_flexseq.cost.rings import RING_PASSES, ring_costs
-from hf_flexseq.plan.rings import chunks_per_rank
+from hf_flexseq.plan.rings import RING_PASSES, chunks_per_rank, ring_named
 
 Int64Array = NDArray[np.int64]
 
@@ -201,7 +200,7 @@ class CostModel(CostConstants):
         terms[ATTENTION] = self.attention_s * squares
         if ring > 1:
             name = "zigzag" if is_hybrid else strategy
-            traffic = self.trip_bytes() * ring_costs(name).trips(ring)
+            traffic = self.trip_bytes() * ring_named(name).trips(ring)
             moved = traffic * s / degree / self.bandwidth(degree, spans_nodes)
             terms[RING] = np.maximum(0, moved - self.overlap * terms[ATTENTION])
             steps = RING_PASSES_OF_MEMORY + STEP_PASSES * (ring - 1)
@@ -219,7 +218,7 @@ class CostModel(CostConstants):
         if ring == 1:
             return s * s if kernel is None else kernel.causal(s)
         name = strategy if strategy in RINGS else "zigzag"
-        stretch = ring_costs(name).stretch(ring)
+        stretch = ring_named(name).stretch(ring)
         if kernel is None:
             return s * s / ring * stretch
         chunks = chunks_per_rank(name)

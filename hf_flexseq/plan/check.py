@@ -20,31 +20,21 @@ def check(plan: Plan, topology: Topology, max_tokens_per_rank: int | None = None
     if max_tokens_per_rank is not None:
         for index, micro_batch in enumerate(plan.micro_batches):
             tokens = micro_batch.tokens_per_rank(plan.lengths, topology.world_size)
-            _check_memory(tokens, max_tokens_per_rank, f"micro-batch {index}")
+            fullest = tokens.index(max(tokens))
+            if tokens[fullest] > max_tokens_per_rank:
+                raise ValueError(
+                    f"micro-batch {index}: rank {fullest} holds {tokens[fullest]} tokens, the "
+                    f"limit is {max_tokens_per_rank}"
+                )
 
 
 def _check_ranks(plan: Plan, topology: Topology) -> None:
     """Raise ValueError for a group that is neither inside one node nor made of whole nodes."""
-    allowed: set[tuple[int, int]] = set()  # many groups have the same ranks
     for index, micro_batch in enumerate(plan.micro_batches):
         for group in micro_batch.groups:
-            ends = (group.start, group.stop)
-            if ends in allowed:
-                continue
-            if not topology.allows(*ends):
+            if not topology.allows(group.start, group.stop):
                 raise ValueError(
                     f"micro-batch {index}: ranks {group.start}..{group.stop - 1} are neither "
                     f"inside one node nor whole nodes of {topology.nodes} x "
                     f"{topology.ranks_per_node}"
                 )
-            allowed.add(ends)
-
-
-def _check_memory(tokens: tuple[int, ...], max_tokens_per_rank: int, where: str) -> None:
-    """Raise ValueError, naming the fullest rank, if it exceeds the limit. tokens: [world_size]."""
-    fullest = tokens.index(max(tokens))
-    if tokens[fullest] > max_tokens_per_rank:
-        raise ValueError(
-            f"{where}: rank {fullest} holds {tokens[fullest]} tokens, the limit is "
-            f"{max_tokens_per_rank}"
-        )

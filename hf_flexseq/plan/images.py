@@ -17,10 +17,10 @@ of all of them.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
-from hf_flexseq.base.values import duration, fields_of, number, whole
+from hf_flexseq.base.records import Amount, Constants, Seconds, Whole
 
 IMAGE, VIDEO = "image", "video"
 MODALITIES = (IMAGE, VIDEO)
@@ -105,26 +105,22 @@ class ImagePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TowerLoad:
+class TowerLoad(Constants):
     """The tower's work in a step that has images, in numbers."""
 
-    images: int
+    what: ClassVar[str] = "a tower's load"
+
+    images: Whole
     """Images and videos of the step, a divided one as many as its parts."""
 
-    seconds: float
+    seconds: Seconds
     """Predicted seconds of the rank with the most work."""
 
-    imbalance: float
+    imbalance: Amount
     """The most work of a rank over the mean."""
 
-    forwards: int = 1
+    forwards: Whole = 1
     """How often each image runs forward: 2 where the tower's graph is not kept."""
-
-    def __post_init__(self) -> None:
-        whole("images", self.images, least=1)
-        duration("seconds", self.seconds)
-        number("imbalance", self.imbalance)
-        whole("forwards", self.forwards, least=1)
 
     @classmethod
     def of(cls, plan: ImagePlan) -> "TowerLoad":
@@ -135,16 +131,6 @@ class TowerLoad:
             imbalance=plan.placement.imbalance,
             forwards=1 if plan.keeps_graph else 2,
         )
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the numbers as plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Any) -> "TowerLoad":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        needed = ["images", "seconds", "imbalance"]
-        return cls(**fields_of(record, "a tower's load", needed=needed, optional=["forwards"]))
 
 
 def frames_of_parts(frames: int, frame_patches: int) -> list[int]:
@@ -165,9 +151,7 @@ def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:
         load, rank = heapq.heappop(least)
         owners[index] = rank
         heapq.heappush(least, (load + costs[index], rank))
-    loads = [0] * world_size
-    for index, owner in enumerate(owners):
-        loads[owner] += costs[index]
+    loads = [load for load, _ in sorted(least, key=lambda one: one[1])]
     busy = set(owners)
     return ImagePlacement(
         owners=tuple(owners),

@@ -3,8 +3,9 @@ rounds.
 
 In a *round* every worker has a call with one *partner*, the rank at a fixed distance before it,
 modulo the degree. The round defines the call for a partner with earlier tokens than the worker,
-and for one with later tokens. So a new ring is a function from a degree to its rounds (`Ring`),
-registered in `registry.RINGS`. The core has one:
+and for one with later tokens. So a new ring is a function from a degree to its rounds, with the
+traffic and the pace of its busiest rank: a `Ring`, registered in `registry.RINGS`. One is the
+core's:
 
     zigzag     A rank holds two chunks, one from each half of the sequence, and computes for its
                own queries only. This choice of chunks gives all ranks equal work.
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from hf_flexseq.base.registry import RINGS, object_of
 
 FRONT, BACK = 0, 1  # positions of a rank's two chunks in its row
+RING_PASSES = 3  # trips of keys and values: forward and backward, and their gradients
 
 
 class Role(NamedTuple):
@@ -61,6 +63,13 @@ class Ring(NamedTuple):
     rounds: Callable[[int], Sequence[Round]]
     """degree -> the rounds after the first, in which every rank attends to its own chunks."""
 
+    trips: Callable[[int], float]
+    """degree -> trips of keys and values per token that the busiest rank holds, forward and
+    backward."""
+
+    stretch: Callable[[int], float] = lambda degree: 1.0
+    """degree -> seconds of the busiest rank's attention over an even split's."""
+
 
 def zigzag_rounds(degree: int) -> list[Round]:
     """Return the rounds after the first in which each rank reads from all others.
@@ -74,13 +83,18 @@ def zigzag_rounds(degree: int) -> list[Round]:
     return [Round(distance, earlier, later) for distance in range(1, degree)]
 
 
-ZIGZAG = Ring(chunks_per_rank=2, rounds=zigzag_rounds)
+def zigzag_trips(degree: int) -> float:
+    """Return the trips of keys and values, which come from every other rank."""
+    return RING_PASSES * (degree - 1)
+
+
+ZIGZAG = Ring(chunks_per_rank=2, rounds=zigzag_rounds, trips=zigzag_trips)
 
 
 @functools.cache
 def ring_named(strategy: str) -> Ring:
     """Return the ring of a strategy in `registry.RINGS`."""
-    ring: Ring = object_of(RINGS[strategy].ring)
+    ring: Ring = object_of(RINGS[strategy])
     return ring
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from hf_flexseq.plan.rings import chunks_per_rank
-from hf_flexseq.plan.shard import Zone, contiguous_part, cuts
+from hf_flexseq.plan.shard import Zone, contiguous_part, cuts, holder_of
 from hf_flexseq.plan.units import ROOT, NodeTokens, UnitLayout
 
 
@@ -121,17 +121,9 @@ class HeldSegment(NamedTuple):
     """Row of its first token in the zone."""
 
 
-class HeldSegments(NamedTuple):
-    """A rank's segments in one group."""
-
-    trees: dict[int, SegmentTree]
-    """All segments of each of its sequences, by index of the sequence in the group."""
-    held: tuple[HeldSegment, ...]
-    """This rank's segments, in row order."""
-
-
-def segments_of(zone: Zone) -> HeldSegments:
-    """Return the segments of all sequences with tokens in this zone."""
+def segments_of(zone: Zone) -> tuple[dict[int, SegmentTree], tuple[HeldSegment, ...]]:
+    """Return all segments of each sequence with tokens in this zone, by index of the sequence in
+    the group; and the rank's own segments, in row order."""
     trees: dict[int, SegmentTree] = {}
     held = []
     row = 0
@@ -155,7 +147,7 @@ def segments_of(zone: Zone) -> HeldSegments:
                 held.append(HeldSegment(member, place, row))
                 row += segment.tokens
     assert row == zone.stop - zone.start, "segments are not the rows of the zone"
-    return HeldSegments(trees, tuple(held))
+    return trees, tuple(held)
 
 
 def _tree(parts: Iterable[Segment], unit: UnitLayout | None) -> SegmentTree:
@@ -186,12 +178,11 @@ def _tree(parts: Iterable[Segment], unit: UnitLayout | None) -> SegmentTree:
 def _chunks(
     strategy: str, lengths: tuple[int, ...], member: int, degree: int
 ) -> Iterator[Segment]:
-    """Yield the chunks of a sequence, possibly empty; see `shard.held_chunks`."""
+    """Yield the chunks of a sequence, possibly empty."""
     cut = cuts(strategy, lengths, degree)[member]
     chunks = chunks_per_rank(strategy) * degree
     for chunk in range(chunks):
-        front = min(chunk, 2 * degree - 1 - chunk)
-        index = degree - 1 - front if cut.mirrored else front
+        index = holder_of(chunk, degree, mirrored=cut.mirrored)
         yield Segment(index, cut.bounds[chunk], cut.bounds[chunk + 1])
 
 

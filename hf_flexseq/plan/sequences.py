@@ -11,7 +11,6 @@ several groups meet in the same order. docs/architecture.md derives that no plan
 Planners make plans, `check.py` refuses illegal ones, and `shard.py` maps them to tokens of ranks.
 """
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
@@ -37,7 +36,6 @@ from hf_flexseq.plan.groups import (
     micro_batch_of,
     micro_batch_record,
 )
-from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.records import Record
 from hf_flexseq.plan.units import Unit
 
@@ -100,55 +98,12 @@ class Plan(Record):
             "version": VERSION,
             "lengths": list(self.lengths),
             "micro_batches": [micro_batch_record(batch) for batch in self.micro_batches],
-            **self._rest(),
-        }
-
-    def _rest(self) -> dict[str, Any]:
-        """Return the record apart from lengths and groups."""
-        return {
             "objective_s": self.objective_s,
             "lower_bound_s": self.lower_bound_s,
             "planner": self.planner,
             "planning_s": self.planning_s,
             "notes": list(self.notes),
         }
-
-    def to_bytes(self) -> bytes:
-        """Return the plan for other ranks, half as long as the record: a group is [first rank,
-        degree, strategy, sequences], and a micro-batch's choice for memory comes before its
-        groups."""
-        micro_batches = []
-        for micro_batch in self.micro_batches:
-            groups: list[Any] = []
-            if micro_batch.memory is not None:
-                groups.append(micro_batch.memory.to_record())
-            for g in micro_batch.groups:
-                units = (g.units,) if g.units else ()
-                groups.append((g.start, g.degree, g.strategy, g.sequences, *units))
-            micro_batches.append(groups)
-        return json.dumps([self.lengths, micro_batches, self._rest()]).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Plan":
-        """Inverse of `to_bytes`. Rank 0 has checked the plan and sends the bytes."""
-        lengths, micro_batches, rest = json.loads(data)
-        made = []
-        for groups in micro_batches:
-            of_batch = []
-            memory = None
-            if isinstance(groups[0], dict):
-                memory = MemoryChoice(**groups.pop(0))
-            for start, degree, strategy, sequences, *units in groups:
-                group = Group(
-                    ranks=tuple(range(start, start + degree)),
-                    sequences=tuple(sequences),
-                    strategy=strategy,
-                    units=tuple(Unit.of(*unit) for one in units for unit in one),
-                )
-                of_batch.append(group)
-            made.append(MicroBatch(groups=tuple(of_batch), memory=memory))
-        rest["notes"] = tuple(rest["notes"])
-        return cls(lengths=tuple(lengths), micro_batches=tuple(made), **rest)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> "Plan":

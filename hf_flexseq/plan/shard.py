@@ -158,13 +158,8 @@ def _lengths_of(group: Group, lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(lengths[sequence] for sequence in group.sequences)
 
 
-class _Part(NamedTuple):
-    """Tokens [start, stop) of a sequence, or none. A tuple: there is one per sequence and rank."""
-
-    member: int
-    """Index of the sequence in the group."""
-    start: int
-    stop: int
+# (index of the sequence in the group, start, stop): its tokens [start, stop), or none.
+_Part = tuple[int, int, int]
 
 
 def _chunk_parts(
@@ -173,7 +168,7 @@ def _chunk_parts(
     """Yield the parts of the rank of `index` if every sequence is cut into chunks."""
     for member, cut in enumerate(cuts(strategy, lengths, degree)):
         for chunk in held_chunks(strategy, index, degree, mirrored=cut.mirrored):
-            yield _Part(member, cut.bounds[chunk], cut.bounds[chunk + 1])
+            yield member, cut.bounds[chunk], cut.bounds[chunk + 1]
 
 
 def _contiguous_parts(lengths: tuple[int, ...], index: int, degree: int) -> Iterator[_Part]:
@@ -183,7 +178,7 @@ def _contiguous_parts(lengths: tuple[int, ...], index: int, degree: int) -> Iter
     for member, length in enumerate(lengths):
         start = max(part_start - offset, 0)
         stop = min(part_stop - offset, length)
-        yield _Part(member, start, stop)
+        yield member, start, stop
         offset += length
 
 
@@ -223,6 +218,12 @@ def held_chunks(
         return (front,)
     back = 2 * degree - 1 - front
     return (front, back)
+
+
+def holder_of(chunk: int, degree: int, *, mirrored: bool) -> int:
+    """Return the index of the rank that holds a chunk of a sequence; see `held_chunks`."""
+    front = min(chunk, 2 * degree - 1 - chunk)
+    return degree - 1 - front if mirrored else front
 
 
 @functools.lru_cache(maxsize=1024)

@@ -37,18 +37,11 @@ class Fit:
     """Bytes of the host that a rank uses for its share of the sequence."""
 
 
-def fit_of(
-    cost: CostModel,
-    topology: Topology,
-    choice: MemoryChoice,
-    length: int | None = None,
-    *,
-    strategy: str = "auto",
-) -> Fit:
+def fit_of(cost: CostModel, topology: Topology, choice: MemoryChoice, length: int | None) -> Fit:
     """Return the figures of a sequence on all ranks under a choice.
 
     length: tokens of the sequence, which need not fit; None for the longest that fits, which must
-    have a token. strategy: as in `CostModel.strategies`.
+    have a token.
     """
     assert cost.activations is not None, "only a cost model with activations has choices"
     world = topology.world_size
@@ -63,20 +56,18 @@ def fit_of(
         tokens_per_rank=tokens,
         longest=longest,
         length=length,
-        seconds=seconds_of(cost, topology, choice, length, strategy),
+        seconds=seconds_of(cost, topology, choice, length),
         device_bytes=states + on_rank * token_bytes(cost, choice),
         host_bytes=on_rank * cost.activations.host_token_bytes(choice),
     )
 
 
-def seconds_of(
-    cost: CostModel, topology: Topology, choice: MemoryChoice, length: int, strategy: str = "auto"
-) -> float:
+def seconds_of(cost: CostModel, topology: Topology, choice: MemoryChoice, length: int) -> float:
     """Return the seconds of a sequence of `length` tokens alone on all ranks, under a choice."""
     priced = with_choice(cost, choice)
     world = topology.world_size
     shape = (world, topology.spans_nodes(0, world))
-    allowed = cost.allowed(strategy, topology)
+    allowed = cost.allowed("auto", topology)
     each, _ = cheapest(priced, np.array([length]), shape, allowed, alone=True)
     nanoseconds = int(each[0]) + cost.micro_batch_ns
     if priced.experts is not None:

@@ -15,44 +15,34 @@ the rank that works longest works in one.
 import numpy as np
 
 from hf_flexseq.base.topology import Topology
-from hf_flexseq.cost import CostModel, Int64Array
 from hf_flexseq.cost.evaluate import check_free
-from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.cost.lengths import shares_of
 from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.planner.task import PlanTask
 
 
-def bound_ns(
-    lengths: Int64Array,
-    topology: Topology,
-    cost: CostModel,
-    *,
-    strategy: str,
-    cap: int,
-    sync: str,
-    shares: FloatArray | None = None,
-) -> int:
-    """Return nanoseconds that no step on these sequences can undercut.
+def step_bound_ns(task: PlanTask) -> int:
+    """Return nanoseconds that no plan of a task undercuts. Every sequence must fit on some degree.
 
-    Every sequence must fit on some degree. lengths: [sequences] tokens. strategy: as in
-    `CostModel.strategies`. cap: most tokens per rank and micro-batch. sync: `lockstep` or `free`.
-    shares: see `cheapest`.
+    Raises ValueError for experts on several ranks that are free.
     """
-    if not len(lengths):
+    if not task.lengths:
         return 0
+    topology, cost, cap = task.topology, task.cost, task.cap
+    lengths = np.array(task.lengths, dtype=np.int64)  # [sequences]
+    shares = shares_of(task.lengths, range(len(lengths)))
     # 1. the least device-nanoseconds of each sequence, [sequences]
     least = np.full(len(lengths), NEVER)
     for shape in shapes_of(topology):
         degree, _ = shape
-        nanoseconds, _ = cheapest(cost, lengths, shape, strategy, shares=shares)
+        nanoseconds, _ = cheapest(cost, lengths, shape, task.strategy, shares=shares)
         fits = (-(-lengths // degree) <= cap) & (nanoseconds < NEVER)
         least = np.where(fits, np.minimum(least, nanoseconds * degree), least)
     # 2. spread over all ranks, with the constants of the fewest micro-batches
     area: int = sum(least.tolist())
     tokens = int(lengths.sum())
     world = topology.world_size
-    if sync == "free":
+    if task.sync == "free":
         check_free(cost)
         started = max(world, -(-tokens // cap))  # (rank, micro-batch) pairs
         return -(-(area + started * cost.micro_batch_ns) // world)
@@ -61,19 +51,6 @@ def bound_ns(
     if cost.experts is not None:
         bound += cost.experts.least_ns(tokens, world)
     return bound
-
-
-def step_bound_ns(task: PlanTask) -> int:
-    """Return nanoseconds that no plan of a task undercuts, whose longest sequence has to fit."""
-    return bound_ns(
-        np.array(task.lengths, dtype=np.int64),
-        task.topology,
-        task.cost,
-        strategy=task.strategy,
-        cap=task.cap,
-        sync=task.sync,
-        shares=shares_of(task.lengths, range(len(task.lengths))),
-    )
 
 
 def shapes_of(topology: Topology) -> list[tuple[int, bool]]:

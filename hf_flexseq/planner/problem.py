@@ -147,15 +147,6 @@ def cheapest(
     return nanoseconds[index, np.arange(len(lengths))], index
 
 
-def least_wait_ns(cost: CostModel, shape: tuple[int, bool], strategy: str) -> int:
-    """Return the least waits of a group in nanoseconds. shape, strategy: as in `cheapest`."""
-    degree, spans_nodes = shape
-    if degree == 1 or not cost.has_waits:
-        return 0
-    names = cost.strategies(strategy)
-    return min((cost.waits(degree, name, spans_nodes).always for name in names), default=0)
-
-
 def micro_batches_of(
     problem: Problem, where: Sequence[int], batches: Sequence[int]
 ) -> tuple[MicroBatch, ...]:

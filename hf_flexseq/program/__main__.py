@@ -23,17 +23,17 @@ from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.files import read_steps
 from hf_flexseq.plan.shard import Shard, make_shard
 from hf_flexseq.program.compile import (
+    BACKWARD,
+    FORWARD,
     HALO,
     HALO_RETURN,
     SUMMARIES_AFTER,
     SUMMARIES_BEFORE,
-    Machine,
-    MicroBatchLayout,
-    backward,
-    forward,
-    of_rows,
+    compile_program,
+    parts_of,
 )
 from hf_flexseq.program.instructions import ITEM_BYTES, LayerShape, Program, RowShape
+from hf_flexseq.program.zones import Machine
 
 LAYER = "32x8x128"  # Llama 3.1 8B
 
@@ -152,20 +152,19 @@ def _print_programs(shard: Shard, topology: Topology, options: Namespace) -> Non
         device=options.device,
         wide_gradients=options.device == "cpu",  # as the kernels of either device say
     )
-    parts = MicroBatchLayout(shard, machine).parts
-    if options.recurrent is not None:
-        kind, rows = options.recurrent
-        for what in RECURRENT[kind]:
-            made = of_rows(parts, what, rows)
-            print(_title(what, made, topology, options.rank))
-            print(made)
-        return
+    parts = parts_of(shard, machine)
     heads, kv_heads, size = options.layer
+    shape: LayerShape | RowShape
     shape = LayerShape(heads, kv_heads, size, options.dtype, options.reach)
-    there = forward(parts, shape)
-    back = backward(parts, shape, there.saved)
-    for name, made in (("forward", there), ("backward", back)):
-        print(_title(name, made, topology, options.rank))
+    whats = (FORWARD, BACKWARD)
+    if options.recurrent is not None:
+        kind, shape = options.recurrent
+        whats = RECURRENT[kind]
+    there = None
+    for what in whats:
+        made = compile_program(parts, what, shape, there)
+        there = there or made
+        print(_title(what, made, topology, options.rank))
         print(made)
 
 

@@ -2,7 +2,7 @@
 
     rows of all groups  --zones, woven-->  their results
 
-    MicroBatchLayout    finds rows, ring steps and lengths of all zones, which no layer changes
+    parts_of            finds rows, ring steps and lengths of all zones, which no layer changes
     compile_program     compiles them for layers of one shape: FORWARD, BACKWARD, BACKWARD_OF_ROWS,
                         and the exchanges of recurrent layers (`segments.py`)
 
@@ -12,20 +12,18 @@ checkpointing, which keep this rank's own rows alone (`attention/remat.py`). A p
 rewrite a finished program (`passes.py`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.registry import RINGS
-from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks, Range, block_rows
-from hf_flexseq.plan.shard import Shard, Zone, cuts
+from hf_flexseq.plan.shard import Shard, cuts
 from hf_flexseq.program import row_programs
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.calls import CallsZone, whole_zone
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.hybrid import hybrid_zone
 from hf_flexseq.program.instructions import (
     INPUT,
@@ -36,37 +34,12 @@ from hf_flexseq.program.instructions import (
     Value,
 )
 from hf_flexseq.program.ring import ring_zone
-from hf_flexseq.program.ring_steps import WORTHY_PAIRS, ZoneLayout
+from hf_flexseq.program.ring_steps import ZoneLayout
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
-from hf_flexseq.program.zones import LayerRows, Sinks, ZoneAttention
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """Properties that programs depend on besides plan and layer; the same on all ranks."""
-
-    topology: Topology
-
-    device: str
-    """"cpu" or "cuda": how large calls must be to be worth their launches."""
-
-    wide_gradients: bool
-    """True if the kernel leaves gradients of 16-bit tensors in float32."""
-
-    @property
-    def worthy_pairs(self) -> int:
-        """(query, key) pairs that make a step of a ring worth its launches."""
-        return WORTHY_PAIRS["cpu" if self.device == "cpu" else "cuda"]
-
-    def piece_rows(self, ranks: Sequence[int]) -> int | None:
-        """Return the query heads x tokens that make a piece of the heads of `ranks` worth a kernel
-        call; None inside a node, where pieces lose more in kernels than they hide."""
-        if not self.topology.spans_nodes(ranks[0], ranks[-1] + 1):
-            return None
-        return PIECE_ROWS["cpu" if self.device == "cpu" else "cuda"]
+from hf_flexseq.program.zones import LayerRows, Machine, Sinks, ZoneAttention
 
 
 class Parts(NamedTuple):
@@ -95,71 +68,66 @@ class Parts(NamedTuple):
         return self.zones(shape.reach)
 
 
-class MicroBatchLayout:
-    """A rank's zones in one micro-batch, independent of the layer."""
+def parts_of(shard: Shard, machine: Machine, blocks: Blocks = NO_BLOCKS) -> Parts:
+    """Return the sources of a rank's programs in one micro-batch, independent of the layer.
 
-    __slots__ = ("_block_rows", "_machine", "_segments", "_shard", "_zones", "parts", "tables")
+    Zones are laid out when the first layer asks for them. blocks: of all sequences of this rank's
+    groups, whoever holds them. Raises ValueError for blocks that do not fit.
+    """
+    tables = Tables()
+    rows_by_zone = [block_rows(zone, blocks) for zone in shard.zones]
+    zones = functools.partial(_zones, shard, tables, machine)
+    both_ways = functools.cache(functools.partial(zones, rows_by_zone))
+    return Parts(
+        rank=shard.rank,
+        wide=machine.wide_gradients,
+        tables=tables,
+        tokens=shard.zones[-1].stop if shard.zones else 0,
+        zones=functools.cache(functools.partial(zones, [()] * len(rows_by_zone))),
+        segments=functools.cache(lambda: RankSegments(shard.zones, tables)),
+        both_ways=both_ways if any(rows_by_zone) else None,
+    )
 
-    def __init__(self, shard: Shard, machine: Machine, blocks: Blocks = NO_BLOCKS) -> None:
-        """Zones are laid out when the first layer asks for them. blocks: of all sequences of this
-        rank's groups, whoever holds them. Raises ValueError for blocks that do not fit."""
-        self.tables = Tables()
-        self._shard = shard
-        self._machine = machine
-        self._block_rows = [block_rows(zone, blocks) for zone in shard.zones]
-        self._zones: dict[tuple[Reach, bool], tuple[ZoneAttention, ...]] = {}
-        self._segments: RankSegments | None = None
-        self.parts = Parts(
-            rank=shard.rank,
-            wide=machine.wide_gradients,
-            tables=self.tables,
-            tokens=shard.zones[-1].stop if shard.zones else 0,
-            zones=self.zones,
-            segments=self.segments,
-            both_ways=self.zones_both_ways if any(self._block_rows) else None,
-        )
 
-    def segments(self) -> RankSegments:
-        """Return the segments that recurrent layers go through."""
-        if self._segments is None:
-            self._segments = RankSegments(self._shard.zones, self.tables)
-        return self._segments
-
-    def zones(self, reach: Reach) -> tuple[ZoneAttention, ...]:
-        """Return the attention of every group, widest first. reach: keys that a query reads."""
-        return self._kept_zones(reach, both_ways=False)
-
-    def zones_both_ways(self, reach: Reach) -> tuple[ZoneAttention, ...]:
-        """Return the attention of every group where the tokens of blocks read each other both
-        ways."""
-        return self._kept_zones(reach, both_ways=True)
-
-    def _kept_zones(self, reach: Reach, *, both_ways: bool) -> tuple[ZoneAttention, ...]:
-        """Return the attention of every group, which is made once."""
-        if (reach, both_ways) not in self._zones:
-            self._zones[reach, both_ways] = self._make_zones(reach, both_ways=both_ways)
-        return self._zones[reach, both_ways]
-
-    def _make_zones(self, reach: Reach, *, both_ways: bool) -> tuple[ZoneAttention, ...]:
-        """Find rows, ring steps and lengths of all zones."""
-        shard = self._shard
-        machine = self._machine
-        # The widest zone waits for a transfer about this often: once for every rank of its group.
-        waits = max((zone.group.degree for zone in shard.zones), default=1)
-        zones: list[ZoneAttention] = []
-        for number, zone in enumerate(shard.zones):
-            channel = Channel(zone.group, number)
-            attention = _zone_attention(
-                zone,
-                channel,
-                self.tables,
-                machine,
-                reach=reach,
-                waits=waits,
-                blocks=self._block_rows[number] if both_ways else (),
-            )
-            zones.append(attention)
-        return tuple(zones) or (CallsZone(slice(0, 0)),)
+def _zones(
+    shard: Shard,
+    tables: Tables,
+    machine: Machine,
+    blocks: Sequence[Sequence[Range]],
+    reach: Reach,
+) -> tuple[ZoneAttention, ...]:
+    """Find rows, ring steps and lengths of all zones, widest first. blocks: by zone, the rows of
+    its group's sequences whose queries read both ways. reach: keys that a query reads."""
+    # The widest zone waits for a transfer about this often: once for every rank of its group.
+    # A local zone cuts its work into as many calls.
+    waits = max((zone.group.degree for zone in shard.zones), default=1)
+    zones: list[ZoneAttention] = []
+    for number, (zone, of_zone) in enumerate(zip(shard.zones, blocks, strict=True)):
+        rows, trees = slice(zone.start, zone.stop), zone.group.trees
+        channel = Channel(zone.group, number)
+        match zone.group.strategy:
+            case "local":
+                local = whole_zone(
+                    rows,
+                    zone.lengths,
+                    tables,
+                    reach=reach,
+                    trees=trees,
+                    blocks=of_zone,
+                    most_calls=waits,
+                )
+                zones.append(local)
+            case "ulysses":
+                zones.append(ulysses_zone(zone, channel, tables, machine, reach, of_zone))
+            case "hybrid":
+                zones.append(hybrid_zone(zone, channel, tables, machine, reach))
+            case ring if ring in RINGS:
+                group_cuts = cuts(ring, zone.lengths, zone.group.degree)
+                layout = ZoneLayout(group_cuts, ring, zone.index, zone.group.ranks, tables)
+                zones.append(ring_zone(rows, layout, reach, channel, machine, trees))
+            case other:
+                raise AssertionError(f"no attention for strategy {other!r}")
+    return tuple(zones) or (CallsZone(slice(0, 0)),)
 
 
 # What a program of attention does.
@@ -302,62 +270,3 @@ def _joined(b: Builder, grads: Sequence[Values]) -> Values:
     for of_zones in zip(*grads, strict=True):
         complete.append(b.join([b.cast(part, INPUT) for part in of_zones]))
     return tuple(complete)
-
-
-def _zone_attention(
-    zone: Zone,
-    channel: Channel,
-    tables: Tables,
-    machine: Machine,
-    *,
-    reach: Reach,
-    waits: int,
-    blocks: Sequence[Range],
-) -> ZoneAttention:
-    """Make the attention of a zone by its group's strategy.
-
-    reach: keys that a query reads. waits: about how often the widest zone of this rank waits for
-    transfers; a local zone cuts its work into as many runs. blocks: rows of all sequences of the
-    group whose queries read both ways.
-    """
-    rows = slice(zone.start, zone.stop)
-    ranks = zone.group.ranks
-    match zone.group.strategy:
-        case "local":
-            return whole_zone(
-                rows,
-                zone.lengths,
-                tables,
-                reach=reach,
-                trees=zone.group.trees,
-                blocks=blocks,
-                most_calls=waits,
-            )
-        case "ulysses":
-            return ulysses_zone(
-                zone, channel, tables, reach, blocks, piece_rows=machine.piece_rows(ranks)
-            )
-        case strategy if strategy in RINGS:
-            group_cuts = cuts(strategy, zone.lengths, len(ranks))
-            layout = ZoneLayout(group_cuts, strategy, zone.index, ranks, tables)
-            return ring_zone(
-                rows,
-                layout,
-                reach,
-                channel,
-                worthy_pairs=machine.worthy_pairs,
-                device=machine.device,
-                trees=zone.group.trees,
-            )
-        case "hybrid":
-            return hybrid_zone(
-                zone,
-                channel,
-                tables,
-                machine.topology.ranks_per_node,
-                worthy_pairs=machine.worthy_pairs,
-                device=machine.device,
-                reach=reach,
-            )
-        case other:
-            raise AssertionError(f"no attention for strategy {other!r}")

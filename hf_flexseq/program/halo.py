@@ -19,58 +19,34 @@ block, and kernels have no masks on both edges of a block.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import WIDE, RowsSpec, Value
-from hf_flexseq.program.ring_steps import name_chunks
+from hf_flexseq.program.ring_steps import ChunkRows, name_chunks
 from hf_flexseq.program.tags import HALO_GRADIENTS, HALO_KEYS
 from hf_flexseq.program.weave import END, ZoneSteps
 from hf_flexseq.program.zones import LayerRows, Sinks
 
 
-class ChunkMessage(NamedTuple):
-    """Rows of some chunks that travel between this rank and another one."""
-
-    peer: int
-    """Global rank."""
-
-    rows: RowsSpec
-    """Row indices when sending, row count when receiving."""
-
-    chunks: tuple[ChunkKey, ...]
-    """The chunks that the rows belong to."""
-
-
+@dataclass(kw_only=True, slots=True, eq=False)
 class HaloZone:
     """This rank's part in a group whose ranks gather their halos before their kernel call."""
 
-    __slots__ = ("call", "channel", "key_rows", "received", "rows", "sent", "tokens")
-
-    def __init__(
-        self,
-        rows: slice,
-        tokens: int,
-        channel: Channel,
-        *,
-        sent: Sequence[ChunkMessage],
-        received: Sequence[ChunkMessage],
-        key_rows: RowsSpec,
-        call: int,
-    ) -> None:
-        """rows: of this zone among all rows of the rank. tokens: their number.
-        sent: rows of this rank. received: rows that follow them among the gathered ones.
-        key_rows: [keys of the call], gathered rows. call: number of its lengths.
-        """
-        self.rows = rows
-        self.tokens = tokens
-        self.channel = channel
-        self.sent = tuple(sent)
-        self.received = tuple(received)
-        self.key_rows = key_rows
-        self.call = call
+    rows: slice
+    """Of this zone, among all rows of the rank."""
+    tokens: int
+    """Their number."""
+    channel: Channel
+    sent: Sequence[ChunkRows]
+    """Rows of this rank."""
+    received: Sequence[ChunkRows]
+    """Rows that follow them among the gathered ones."""
+    key_rows: RowsSpec
+    """[keys of the call], gathered rows."""
+    call: int
+    """Number of its lengths."""
 
     @property
     def gathered_tokens(self) -> int:
@@ -158,7 +134,7 @@ class HaloZone:
             b.add(own, message.rows, part)
         return b.unpair(own)
 
-    def _halos(self, b: Builder, gathered: Value) -> list[tuple[ChunkMessage, Value]]:
+    def _halos(self, b: Builder, gathered: Value) -> list[tuple[ChunkRows, Value]]:
         """Return each message that brings a halo, with its rows, views of `gathered`."""
         halos = []
         start = self.tokens
@@ -169,7 +145,7 @@ class HaloZone:
         return halos
 
     def _label(
-        self, what: str, *, sent: Sequence[ChunkMessage], received: Sequence[ChunkMessage]
+        self, what: str, *, sent: Sequence[ChunkRows], received: Sequence[ChunkRows]
     ) -> Label:
         """Make the label that names the chunks of these messages in errors."""
 

@@ -21,9 +21,9 @@ from hf_flexseq.plan.attention_schedule import ChunkKey
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.units import UnitLayout, plain_layout
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.halo import ChunkMessage, HaloZone
+from hf_flexseq.program.halo import HaloZone
 from hf_flexseq.program.instructions import RowsSpec
-from hf_flexseq.program.ring_steps import ZoneLayout
+from hf_flexseq.program.ring_steps import ChunkRows, ZoneLayout
 
 
 class Part(NamedTuple):
@@ -77,9 +77,9 @@ def halo_zone(
                 ranges += places.rows_of(sequence, start, stop)
     call = tables.call(q_lens, k_lens, causal=True, window=reach.window)
     return HaloZone(
-        rows,
-        layout.tokens,
-        channel,
+        rows=rows,
+        tokens=layout.tokens,
+        channel=channel,
         sent=sent,
         received=received,
         key_rows=tables.listed(ranges),
@@ -87,8 +87,8 @@ def halo_zone(
     )
 
 
-def _message(peer: int, rows: RowsSpec, parts: Sequence[Part]) -> ChunkMessage:
-    return ChunkMessage(peer, rows, tuple(dict.fromkeys(part.key for part in parts)))
+def _message(peer: int, rows: RowsSpec, parts: Sequence[Part]) -> ChunkRows:
+    return ChunkRows(peer, rows, tuple(dict.fromkeys(part.key for part in parts)))
 
 
 class _Reader:

@@ -40,24 +40,16 @@ class ArrivingHeads(NamedTuple):
         return self.builder.arrived_heads(self.received, self.tokens, self.heads, self.head_dim)
 
 
-class HeadExchange:
+class HeadExchange(NamedTuple):
     """The exchanges of one Ulysses group, seen from one of its ranks."""
 
-    __slots__ = ("channel", "index", "ranks", "tokens")
-
-    def __init__(
-        self, channel: Channel, ranks: Sequence[int], index: int, tokens: Sequence[int]
-    ) -> None:
-        """ranks: global, contiguous. index: of this rank among them. tokens: of each rank."""
-        self.channel = channel
-        self.ranks = ranks
-        self.index = index
-        self.tokens = tokens
-
-    @property
-    def own_tokens(self) -> int:
-        """Tokens that this rank holds."""
-        return self.tokens[self.index]
+    channel: Channel
+    ranks: Sequence[int]
+    """Global, contiguous."""
+    own: int
+    """Index of this rank among them."""
+    tokens: Sequence[int]
+    """Of each rank."""
 
     def seq_to_head(
         self, b: Builder, tensors: Values, pieces: Sequence[HeadRanges]
@@ -68,14 +60,14 @@ class HeadExchange:
         pieces: the heads that each rank is sent with a piece.
         """
         head_dim = tensors[0].shape[2]
-        layout = _layout(tuple(pieces), self.own_tokens)
+        layout = _layout(tuple(pieces), self.tokens[self.own])
         # [my tokens, all heads, head_dim] -> [my tokens, heads of rank i, head_dim], by piece and
         # i, flat
         packed = b.pack_heads(tensors, layout)
         arriving = []
         parts = _parts(layout, len(pieces), head_dim)
         for piece, (start, sent_counts) in enumerate(parts):
-            own_heads = [len(by_rank[self.index]) for by_rank in pieces[piece]]
+            own_heads = [len(by_rank[self.own]) for by_rank in pieces[piece]]
             received_counts = [tokens * sum(own_heads) * head_dim for tokens in self.tokens]
             received = b.empty((sum(received_counts),), packed.dtype)
             sent = b.part(packed, start, start + sum(sent_counts))
@@ -105,7 +97,7 @@ class HeadExchange:
             received=tuple(received_counts),
             tag=self.channel.tag(message),
             label=label,
-            own=self.index,
+            own=self.own,
         )
         return b.all_to_all(sent, received, spec)
 
@@ -128,7 +120,7 @@ class LeavingHeads:
         self._builder = b
         self._exchange = exchange
         self._head_dim = head_dim
-        self._layout = _layout(tuple(pieces), exchange.own_tokens)
+        self._layout = _layout(tuple(pieces), exchange.tokens[exchange.own])
         self._parts = _parts(self._layout, len(pieces), head_dim)
         self._dtype = dtype
         self._received: Value | None = None

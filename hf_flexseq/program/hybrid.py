@@ -22,9 +22,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_flexseq.base.layers import FULL, Reach
-from hf_flexseq.plan.attention_schedule import ChunkKey
-from hf_flexseq.plan.shard import Cut, Zone, cuts, held_chunks
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.plan.shard import Cut, Zone, cuts
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.head_exchange import HeadExchange
@@ -34,7 +33,7 @@ from hf_flexseq.program.ring_steps import ZoneLayout
 from hf_flexseq.program.tables import IntArray, Tables
 from hf_flexseq.program.ulysses import Span, UlyssesZone
 from hf_flexseq.program.weave import ZoneSteps
-from hf_flexseq.program.zones import Attention, LayerRows, Sinks
+from hf_flexseq.program.zones import Attention, LayerRows, Machine, Sinks
 
 # The part of the zone's time in which the ring computes. The exchanges of heads have the rest.
 RING_SPAN = Span(0.25, 0.75)
@@ -44,31 +43,26 @@ def hybrid_zone(
     zone: Zone,
     channel: Channel,
     tables: Tables,
-    ranks_per_node: int,
-    *,
-    worthy_pairs: int,
-    device: str,
-    reach: Reach = FULL,
+    machine: Machine,
+    reach: Reach,
 ) -> UlyssesZone:
     """Make this rank's part in a hybrid group; inside one node its ring has a single rank.
 
-    worthy_pairs, device: see `make_ring_steps`. reach: which keys a query reads.
+    reach: which keys a query reads.
     """
     # 1. this rank's node, and its index in the node
     degree = zone.group.degree
-    width = min(degree, ranks_per_node)
+    width = min(degree, machine.topology.ranks_per_node)
     assert degree % width == 0, f"a group of {degree} ranks is not made of whole nodes of {width}"
     node, index_in_node = divmod(zone.index, width)
     group_cuts = cuts("hybrid", zone.lengths, degree)
 
     # 2. the exchange among the ranks of the node
     node_start = node * width  # index in the group of the node's first rank
-    chunks_by_rank = []
-    tokens = []
+    of_node = []
     for index in range(node_start, node_start + width):
-        chunks = _chunks_of_rank(group_cuts, index, degree)
-        chunks_by_rank.append(chunks)
-        tokens.append(sum(group_cuts[sequence].tokens((chunk,)) for sequence, chunk in chunks))
+        of_node.append(ZoneLayout(group_cuts, "hybrid", index, zone.group.ranks, tables))
+    tokens = [one.tokens for one in of_node]
     first_rank = zone.group.start + node_start
     exchange = HeadExchange(channel, range(first_rank, first_rank + width), index_in_node, tokens)
 
@@ -77,16 +71,8 @@ def hybrid_zone(
     ring_ranks = range(zone.group.start + index_in_node, zone.group.start + degree, width)
     rows = slice(0, sum(tokens))
     layout = ZoneLayout(node_cuts, "zigzag", node, ring_ranks, tables)
-    across = ring_zone(
-        rows,
-        layout,
-        reach,
-        channel,
-        worthy_pairs=worthy_pairs,
-        device=device,
-        trees=zone.group.trees,
-    )
-    ring2node = _rows_in_order(group_cuts, chunks_by_rank)
+    across = ring_zone(rows, layout, reach, channel, machine, zone.group.trees)
+    ring2node = _rows_in_order(of_node)
 
     return UlyssesZone(
         rows=slice(zone.start, zone.stop),
@@ -138,30 +124,20 @@ class Reordered:
         return tuple(b.take(grad, self.outer2inner) for grad in grads)
 
 
-def _chunks_of_rank(group_cuts: Sequence[Cut], index: int, degree: int) -> list[ChunkKey]:
-    """Return the chunks that the rank of `index` in the group holds, in the order of its rows."""
-    chunks = []
-    for sequence, cut in enumerate(group_cuts):
-        for chunk in held_chunks("hybrid", index, degree, mirrored=cut.mirrored):
-            chunks.append((sequence, chunk))
-    return chunks
-
-
-def _rows_in_order(
-    group_cuts: Sequence[Cut], chunks_by_rank: Sequence[Sequence[ChunkKey]]
-) -> IntArray:
+def _rows_in_order(of_node: Sequence[ZoneLayout]) -> IntArray:
     """Return int64 [tokens of the node], the rows of the node's tokens in the order of the
     sequences, first token to last.
 
-    Rows are counted over the ranks of the node, one rank after the other. chunks_by_rank: that
-    each rank holds.
+    Rows are counted over the ranks of the node, one rank after the other. of_node: the layout of
+    each.
     """
     rows_of_chunk = {}
-    start = 0
-    for chunks in chunks_by_rank:
-        for sequence, chunk in chunks:
-            stop = start + group_cuts[sequence].tokens((chunk,))
+    first = 0  # row of the rank
+    for layout in of_node:
+        for (sequence, chunk), row in layout.starts.items():
+            start = first + row
+            stop = start + layout.cuts[sequence].tokens((chunk,))
             rows_of_chunk[sequence, chunk] = np.arange(start, stop)
-            start = stop
+        first += layout.tokens
     in_order = [rows_of_chunk[key] for key in sorted(rows_of_chunk)]
     return np.concatenate(in_order)

@@ -5,20 +5,17 @@ compiler nor replay depends on such plans. A planner names the function that mak
 the registry of planners; the executor applies them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.program.compile import Machine
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
+from hf_flexseq.program.zones import Machine
 
-
-class ProgramPass(Protocol):
-    """Rewrites the programs of one rank in one micro-batch."""
-
-    def __call__(self, program: Program, what: str, shape: LayerShape | RowShape) -> Program:
-        """Return a program with the same result. what, shape: see `compile_program`."""
+# Rewrites the programs of one rank in one micro-batch: from a program, what it does and the shape
+# (see `compile_program`) to a program with the same result.
+ProgramPass = Callable[[Program, str, LayerShape | RowShape], Program]
 
 
 class PlanPasses(Protocol):

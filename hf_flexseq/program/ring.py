@@ -68,7 +68,7 @@ from hf_flexseq.program.ring_steps import (
 from hf_flexseq.program.sums import RunningResult, Total
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import END, ZoneSteps
-from hf_flexseq.program.zones import LayerRows, Sinks, ZoneAttention
+from hf_flexseq.program.zones import LayerRows, Machine, Sinks, ZoneAttention
 
 
 class RingZone:
@@ -109,7 +109,7 @@ class RingZone:
             results = _attend(b, step, call_queries, call_keys)
             # 3. merge here, or send to where the queries are
             for read, result in zip(step.reads, results, strict=True):
-                if read.queries.peer is None:
+                if read.queries.peer == b.rank:
                     running.take(read.queries.rows, result, first=step.time == DIAGONAL_TIME)
             back = exchanges.returned(
                 step,
@@ -157,9 +157,9 @@ class RingZone:
             call_dq, call_dkv = _call_backward(b, step, call_queries, call_keys)
             # 3. add here, or send to where the rows are
             for read, read_dq, read_dkv in zip(step.reads, call_dq, call_dkv, strict=True):
-                if read.queries.peer is None:
+                if read.queries.peer == b.rank:
                     dq.add(read.queries.rows, read_dq)
-                if read.keys.peer is None:
+                if read.keys.peer == b.rank:
                     dkv.add(read.keys.rows, read_dkv)
             back = exchanges.returned(
                 step, of_queries=call_dq, like_queries=(q,), of_keys=call_dkv, like_keys=(kv,)
@@ -195,19 +195,16 @@ def ring_zone(
     layout: ZoneLayout,
     reach: Reach,
     channel: Channel,
-    *,
-    worthy_pairs: int,
-    device: str,
-    trees: Sequence[UnitLayout | None] = (),
+    machine: Machine,
+    trees: Sequence[UnitLayout | None],
 ) -> ZoneAttention:
     """Make this rank's part in a ring group: halos for a window, a chunk or units, or ring steps.
 
-    rows: of the zone among all rows of the rank. worthy_pairs, device: see `make_ring_steps`.
-    trees: of each sequence, if any is a unit.
+    rows: of the zone among all rows of the rank. trees: of each sequence, if any is a unit.
     """
     if trees or not reach.is_full:
         return halo_zone(rows, layout, reach, channel, trees)
-    steps = make_ring_steps(layout, worthy_pairs=worthy_pairs, device=device)
+    steps = make_ring_steps(layout, worthy_pairs=machine.worthy_pairs, device=machine.device)
     return RingZone(rows, steps, channel, layout.tables)
 
 

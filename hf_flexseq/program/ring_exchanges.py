@@ -17,9 +17,8 @@ from hf_flexseq.program.exchange import Channel, Exchange, Label, post
 from hf_flexseq.program.instructions import RowsSpec, Value
 from hf_flexseq.program.ring_steps import (
     DIAGONAL_TIME,
-    Operand,
+    ChunkRows,
     RingStep,
-    Share,
     name_chunks,
 )
 from hf_flexseq.program.tags import ring_fetch, ring_return
@@ -114,7 +113,7 @@ class RingExchanges:
         """Return the name of a message of a step, for errors."""
         # Inputs leave for the peers that read them; results leave the rank that has read.
         read_here = sent == returns
-        sides: Sequence[Operand | Share]
+        sides: Sequence[ChunkRows]
         if read_here:
             sides = [side for read in step.reads for side in read]
         else:
@@ -186,12 +185,12 @@ class Fetches:
         return collected
 
 
-def _read(b: Builder, exchange: Exchange, operand: Operand, values: Values) -> Values:
+def _read(b: Builder, exchange: Exchange, operand: ChunkRows, values: Values) -> Values:
     """Return the n rows of a call's operand: [t, ...] here or at a peer -> [n, ...] here.
 
     The rows of a peer have come when `exchange` has been waited for.
     """
-    if operand.peer is None:
+    if operand.peer == b.rank:
         return b.take_all(values, operand.rows)
     return exchange.recv(values, operand.rows.tokens, operand.peer)
 
@@ -202,17 +201,17 @@ def _together(b: Builder, parts: Sequence[Values]) -> Values:
 
 
 def _send_results(
-    b: Builder, exchange: Exchange, operand: Operand, results: Values, likes: Values
+    b: Builder, exchange: Exchange, operand: ChunkRows, results: Values, likes: Values
 ) -> None:
     """Send results [n, ...] about an operand to its holder, in the dtypes of `likes`."""
-    if operand.peer is None or not results:
+    if operand.peer == b.rank or not results:
         return
     travelling = [b.cast(x, like.dtype) for x, like in zip(results, likes, strict=True)]
     exchange.send(travelling, operand.peer)
 
 
 def _receive_results(
-    exchange: Exchange, shares: Sequence[Share], likes: Values
+    exchange: Exchange, shares: Sequence[ChunkRows], likes: Values
 ) -> tuple[tuple[RowsSpec, Values], ...]:
     """Return (rows, results [n, ...]), computed by peers, for each of the shares.
 

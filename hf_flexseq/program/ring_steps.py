@@ -40,7 +40,7 @@ from hf_flexseq.plan.attention_schedule import (
     directions_of,
     interleaved,
 )
-from hf_flexseq.plan.shard import Cut, held_chunks
+from hf_flexseq.plan.shard import Cut, held_chunks, holder_of
 from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
 
@@ -56,35 +56,24 @@ WORTHY_PAIRS = {"cpu": 1 << 11, "cuda": 1 << 21}
 JOINED_QUERIES = 512
 
 
-class Operand(NamedTuple):
-    """Rows that a call of this rank reads, as its queries or as its keys and values."""
-
-    peer: int | None
-    """Global rank that holds the rows; None where they are this rank's own."""
-
-    rows: RowsSpec
-
-    chunks: tuple[ChunkKey, ...] = ()
-    """The chunks that the rows are, in the order of the rows; errors name them."""
-
-
-class Share(NamedTuple):
-    """Rows that one rank holds and the call of another rank reads."""
+class ChunkRows(NamedTuple):
+    """Rows of some chunks, on this rank or between it and another one."""
 
     peer: int
-    """Global rank on the other side."""
+    """Global rank on the other side; this rank for rows that it reads itself."""
 
     rows: RowsSpec
+    """The rows; of another rank, their number alone."""
 
-    chunks: tuple[ChunkKey, ...] = ()
+    chunks: tuple[ChunkKey, ...]
     """The chunks that the rows are, in the order of the rows; errors name them."""
 
 
 class Read(NamedTuple):
     """Inputs of an attention call of this rank."""
 
-    queries: Operand
-    keys: Operand
+    queries: ChunkRows
+    keys: ChunkRows
 
 
 # ---- steps
@@ -105,17 +94,17 @@ class RingStep(NamedTuple):
     reads: tuple[Read, ...]
     """Reads of the kernel call, in the order of its sequences."""
 
-    sent_queries: tuple[Share, ...]
+    sent_queries: tuple[ChunkRows, ...]
     """Queries of this rank that calls of other ranks read."""
 
-    sent_keys: tuple[Share, ...]
+    sent_keys: tuple[ChunkRows, ...]
     """Keys and values of this rank that calls of other ranks read."""
 
 
 class ZoneLayout:
     """The positions of one rank's chunks in its rows of a group."""
 
-    __slots__ = ("_starts", "cuts", "index", "ranks", "strategy", "tables", "tokens")
+    __slots__ = ("cuts", "index", "ranks", "starts", "strategy", "tables", "tokens")
 
     def __init__(
         self,
@@ -133,11 +122,12 @@ class ZoneLayout:
         self.index = index
         self.ranks = ranks
         self.tables = tables
-        self._starts: dict[ChunkKey, int] = {}  # first row of each chunk of this rank
+        self.starts: dict[ChunkKey, int] = {}
+        """First row of each chunk of this rank, in the order of its rows."""
         row = 0
         for sequence, cut in enumerate(cuts):
             for chunk in held_chunks(strategy, index, len(ranks), mirrored=cut.mirrored):
-                self._starts[sequence, chunk] = row
+                self.starts[sequence, chunk] = row
                 row += cut.tokens((chunk,))
         self.tokens = row
 
@@ -148,14 +138,12 @@ class ZoneLayout:
 
     def holder(self, sequence: int, chunk: int) -> int:
         """Return the index of the rank that holds a chunk of a sequence."""
-        degree = len(self.ranks)
-        place = min(chunk, 2 * degree - 1 - chunk)  # of the rank in the order of its tokens
-        return degree - 1 - place if self.cuts[sequence].mirrored else place
+        return holder_of(chunk, len(self.ranks), mirrored=self.cuts[sequence].mirrored)
 
     def range_of(self, key: ChunkKey, first: int, stop: int) -> tuple[int, int]:
         """Return the rows [start, stop) of tokens [first, stop) in a chunk of this rank."""
         sequence, chunk = key
-        row = self._starts[key] - self.cuts[sequence].bounds[chunk]
+        row = self.starts[key] - self.cuts[sequence].bounds[chunk]
         return row + first, row + stop
 
     def tokens_of(self, sequences: Sequence[int], chunks: Sequence[int]) -> list[int]:
@@ -166,7 +154,7 @@ class ZoneLayout:
         """Return the rows of some chunks of this rank, given in the order of its rows."""
         ranges = []
         for sequence, chunk in chunks:
-            start = self._starts[sequence, chunk]
+            start = self.starts[sequence, chunk]
             ranges.append((start, start + self.cuts[sequence].tokens((chunk,))))
         return self.tables.rows(ranges)
 
@@ -225,8 +213,8 @@ def _make_ring_step(
     q_lens: list[int] = []
     k_lens: list[int] = []
     causal = False
-    sent_queries: list[Share] = []
-    sent_keys: list[Share] = []
+    sent_queries: list[ChunkRows] = []
+    sent_keys: list[ChunkRows] = []
     for call in calls:
         # Sequences that are too short for one of the chunks are left out of the call.
         sequences = []
@@ -263,21 +251,22 @@ def _make_ring_step(
 
 def _operand(
     holder: int, sequences: Sequence[int], chunks: Sequence[int], layout: ZoneLayout
-) -> Operand:
+) -> ChunkRows:
     """Return the chunks that this rank's call reads of the rank of index `holder`."""
     keys = tuple(product(sequences, chunks))
     if holder == layout.index:
-        return Operand(None, layout.rows(keys), keys)
-    tokens = sum(layout.tokens_of(sequences, chunks))
-    return Operand(layout.ranks[holder], RowsSpec(tokens), keys)
+        rows = layout.rows(keys)
+    else:
+        rows = RowsSpec(sum(layout.tokens_of(sequences, chunks)))
+    return ChunkRows(layout.ranks[holder], rows, keys)
 
 
 def _share(
     worker: int, sequences: Sequence[int], chunks: Sequence[int], layout: ZoneLayout
-) -> Share:
+) -> ChunkRows:
     """Return the chunks of some sequences that this rank sends to the rank of index `worker`."""
     keys = tuple(product(sequences, chunks))
-    return Share(layout.ranks[worker], layout.rows(keys), keys)
+    return ChunkRows(layout.ranks[worker], layout.rows(keys), keys)
 
 
 # ---- the order of the backward

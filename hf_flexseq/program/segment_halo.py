@@ -101,7 +101,7 @@ def _of_zone(
     edges: this rank's rows at the edges of segments, ascending. received: rows that zones before
     this one receive.
     """
-    rows = {(one.member, one.place): zone.start + one.row for one in zone.segments.held}
+    rows = {(one.member, one.place): zone.start + one.row for one in zone.held}
     sent_rows, wanted = _first_tokens(zone, before)
 
     # 1. rows that go to others, found among the edges
@@ -152,7 +152,7 @@ def _first_tokens(zone: ZoneSegments, before: int) -> tuple[FirstTokens, FirstTo
     wanted: FirstTokens = defaultdict(dict)
     if zone.channel.group.degree == 1:
         return sent, wanted
-    for member, tree in zone.segments.trees.items():
+    for member, tree in zone.trees.items():
         for reader, segment in enumerate(tree.segments):
             for place, first, _ in tree.rows_before(reader, before):
                 holder = tree.segments[place].holder

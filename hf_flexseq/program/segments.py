@@ -39,9 +39,11 @@ class RankSegments:
         lengths: list[int] = []
         middle: list[int] = []
         for number, zone in enumerate(zones):
+            trees, held = segments_of(zone)
             of_zone = ZoneSegments(
                 channel=Channel(zone.group, number),
-                segments=segments_of(zone),
+                trees=trees,
+                held=held,
                 own=zone.index,
                 start=zone.start,
                 number=len(lengths),

@@ -184,7 +184,7 @@ class _Order:
         needed: set[SummaryKey] = set()
         for index, zone in enumerate(zones):
             if after:
-                for member, tree in zone.segments.trees.items():
+                for member, tree in zone.trees.items():
                     for place, members in tree.folded().items():
                         self._members[index, (member, place)] = members
             for number, one in zone.numbered():
@@ -212,7 +212,7 @@ class _Order:
     def tree(self, key: SummaryKey) -> SegmentTree:
         """Return all segments of the sequence of one."""
         index, (member, _) = key
-        return self.zones[index].segments.trees[member]
+        return self.zones[index].trees[member]
 
     def _parent(self, key: SummaryKey) -> SummaryKey:
         index, (member, place) = key

@@ -28,9 +28,10 @@ The slow reference is `tests/attention/dense.py`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.plan.shard import Zone, contiguous_parts
 from hf_flexseq.program.builder import Builder, Values
@@ -42,7 +43,7 @@ from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.tags import HEAD_PIECES
 from hf_flexseq.program.weave import END, ZoneSteps, within
-from hf_flexseq.program.zones import Attention, LayerRows, Sinks
+from hf_flexseq.program.zones import Attention, LayerRows, Machine, Sinks
 
 # The backward of one piece: from its number and the tensors that have arrived for it, dout last,
 # each [all tokens, my heads, head_dim], to dq, dk and dv of what the inner attention read.
@@ -60,15 +61,14 @@ def ulysses_zone(
     zone: Zone,
     channel: Channel,
     tables: Tables,
-    reach: Reach = FULL,
-    blocks: Sequence[Range] = (),
-    *,
-    piece_rows: int | None,
+    machine: Machine,
+    reach: Reach,
+    blocks: Sequence[Range],
 ) -> "UlyssesZone":
     """Make the attention of an Ulysses group, around one kernel call for each piece of the heads.
 
     reach: which keys a query reads. blocks: rows of all sequences of the group whose queries read
-    both ways. piece_rows: see `UlyssesZone`.
+    both ways.
     """
     all_tokens = sum(zone.lengths)
     tokens = [len(part) for part in contiguous_parts(all_tokens, zone.group.degree)]
@@ -79,42 +79,33 @@ def ulysses_zone(
         rows=slice(zone.start, zone.stop),
         exchange=HeadExchange(channel, zone.group.ranks, zone.index, tokens),
         inner=inner,
-        piece_rows=piece_rows,
+        piece_rows=machine.piece_rows(zone.group.ranks),
         wide=bool(trees),
     )
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class UlyssesZone:
     """This rank's part in an Ulysses group."""
 
-    __slots__ = ("exchange", "inner", "piece_rows", "rows", "span", "wide")
+    rows: slice
+    """Of this rank's tokens, among its rows."""
+    exchange: HeadExchange
+    """Between the ranks of the group."""
+    inner: Attention
+    """The attention between the exchanges, on all tokens of the group and some heads; with several
+    pieces its log-sum-exp must be [heads, tokens]."""
+    span: Span | None = None
+    """At which times of the zone it computes; the exchanges have the time before and after it to
+    travel. None with pieces, which have times of their own."""
+    piece_rows: int | None = None
+    """Query heads x tokens that make a piece of the heads worth a kernel call; None leaves all
+    heads in one piece."""
+    wide: bool = False
+    """Whether `inner` sums gradients in WIDE whatever the kernel does."""
 
-    def __init__(
-        self,
-        rows: slice,
-        exchange: HeadExchange,
-        inner: Attention,
-        *,
-        span: Span | None = None,
-        piece_rows: int | None = None,
-        wide: bool = False,
-    ) -> None:
-        """rows: of this rank's tokens, among its rows.
-
-        exchange: between the ranks of the group. inner: the attention between the exchanges, on
-        all tokens of the group and some heads; with several pieces its log-sum-exp must be [heads,
-        tokens]. span: at which times of the zone it computes; the exchanges have the time before
-        and after it to travel. piece_rows: query heads x tokens that make a piece of the heads
-        worth a kernel call; None leaves all heads in one piece. wide: whether `inner` sums
-        gradients in WIDE whatever the kernel does.
-        """
-        assert span is None or piece_rows is None, "pieces have times of their own"
-        self.rows = rows
-        self.exchange = exchange
-        self.inner = inner
-        self.span = span
-        self.piece_rows = piece_rows
-        self.wide = wide
+    def __post_init__(self) -> None:
+        assert self.span is None or self.piece_rows is None, "pieces have times of their own"
 
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
@@ -125,7 +116,7 @@ class UlyssesZone:
         q: [my tokens, heads, head_dim]. k, v: [my tokens, kv_heads, head_dim].
         """
         pieces = self._pieces(b)
-        keys = pieces[0].arriving[self.exchange.index]
+        keys = pieces[0].arriving[self.exchange.own]
 
         # 1. post what the pieces read: [my tokens, all heads] -> [all tokens, my heads]
         read = [(piece.queries, piece.arriving, piece.arriving) for piece in pieces]
@@ -186,7 +177,7 @@ class UlyssesZone:
         it.
         """
         pieces = self._pieces(b)
-        keys = pieces[0].arriving[self.exchange.index]
+        keys = pieces[0].arriving[self.exchange.own]
         # [my tokens, all heads, head_dim] -> [all tokens, my heads, head_dim]
         read = []
         for piece in pieces:
@@ -242,7 +233,7 @@ class UlyssesZone:
                 grads = (arrived[-1],)  # no head here: [all tokens, 0, head_dim]
             yield span.stop
             if share.queries and number == len(pieces) - 1:
-                own_keys = keys_by_rank[self.exchange.index]
+                own_keys = keys_by_rank[self.exchange.own]
                 for of_pieces in zip(*dkv_by_piece, strict=True):  # dk, then dv
                     grads += (sum_of(b, of_pieces, own_keys, shares),)
             # [all tokens, my heads, head_dim] -> [my tokens, all heads, head_dim]
@@ -262,7 +253,7 @@ class UlyssesZone:
 
     def _share(self, piece: HeadPiece) -> HeadShare:
         """This rank's share of a piece."""
-        return piece.shares[self.exchange.index]
+        return piece.shares[self.exchange.own]
 
     def _span(self, number: int, pieces: int) -> Span:
         """Return the time at which a piece is computed.

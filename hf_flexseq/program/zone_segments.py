@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hf_flexseq.plan.segments import HeldSegment, HeldSegments, Segment, SegmentTree
+from hf_flexseq.plan.segments import HeldSegment, Segment, SegmentTree
 from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import RowsSpec
 
@@ -30,7 +30,10 @@ class ZoneSegments(NamedTuple):
     """The segments of a rank in one group."""
 
     channel: Channel
-    segments: HeldSegments
+    trees: dict[int, SegmentTree]
+    """All segments of each of its sequences, by index of the sequence in the group."""
+    held: tuple[HeldSegment, ...]
+    """This rank's segments, in row order."""
     own: int
     """Index of this rank in the group."""
     start: int
@@ -44,20 +47,20 @@ class ZoneSegments(NamedTuple):
 
     def tree(self, one: HeldSegment) -> SegmentTree:
         """Return all segments of the sequence of one of this rank's."""
-        return self.segments.trees[one.member]
+        return self.trees[one.member]
 
     def segment(self, key: SegmentKey) -> Segment:
         """Return one segment of any rank."""
         member, place = key
-        return self.segments.trees[member].segments[place]
+        return self.trees[member].segments[place]
 
     def numbered(self) -> Iterator[tuple[int, HeldSegment]]:
         """Yield this rank's segments of the group with their numbers."""
-        return enumerate(self.segments.held, start=self.number)
+        return enumerate(self.held, start=self.number)
 
     def lengths(self) -> list[int]:
         """Return the tokens of each of this rank's segments."""
-        return [self.segment((one.member, one.place)).tokens for one in self.segments.held]
+        return [self.segment((one.member, one.place)).tokens for one in self.held]
 
     def middle(self) -> list[int]:
         """Return the numbers of this rank's segments that have others before and after them."""

@@ -16,11 +16,41 @@ Forward and backward are generators, so that `weave.run_zones` can let one zone 
 the transfers of another one are on their way.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from hf_flexseq.base.topology import Topology
 from hf_flexseq.program.builder import Builder, Values
+from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import Value
+from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.program.weave import ZoneSteps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Properties that programs depend on besides plan and layer; the same on all ranks."""
+
+    topology: Topology
+
+    device: str
+    """"cpu" or "cuda": how large calls must be to be worth their launches."""
+
+    wide_gradients: bool
+    """True if the kernel leaves gradients of 16-bit tensors in float32."""
+
+    @property
+    def worthy_pairs(self) -> int:
+        """(query, key) pairs that make a step of a ring worth its launches."""
+        return WORTHY_PAIRS["cpu" if self.device == "cpu" else "cuda"]
+
+    def piece_rows(self, ranks: Sequence[int]) -> int | None:
+        """Return the query heads x tokens that make a piece of the heads of `ranks` worth a kernel
+        call; None inside a node, where pieces lose more in kernels than they hide."""
+        if not self.topology.spans_nodes(ranks[0], ranks[-1] + 1):
+            return None
+        return PIECE_ROWS["cpu" if self.device == "cpu" else "cuda"]
 
 
 class Sinks(NamedTuple):

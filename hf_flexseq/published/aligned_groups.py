@@ -16,7 +16,9 @@ degrees are ours. The test "groups stand side by side on legal ranks" in
 tests/published/test_flexsp.py tries random sets of degrees.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.planner.task import PlanTask
@@ -33,36 +35,40 @@ def allowed_degrees(task: PlanTask) -> tuple[int, ...]:
     return (1,) if task.strategy == "local" else aligned_degrees(task.topology)
 
 
-def slots(topology: Topology, degree: int, unit: int) -> int:
-    """Return the slots of `unit` ranks, at most a node, that `degree` ranks take."""
-    node = topology.ranks_per_node
-    if degree < node:
-        return degree // unit
-    nodes = degree // node
-    return nodes * (node // unit)
+class Slots(NamedTuple):
+    """The slots of one *unit* of ranks, for groups of as many ranks or more."""
+
+    available: int
+    """Slots of all ranks."""
+    taken: dict[int, int]
+    """By degree, the slots that a group takes."""
 
 
-def units(topology: Topology) -> list[int]:
-    """Return the degrees whose slots have to be counted, ascending.
+@functools.cache
+def slots_of(topology: Topology) -> tuple[Slots, ...]:
+    """Return the slots that have to be counted, by unit.
 
-    One rank, and the degrees inside a node that leave some ranks of the node over.
+    Units are one rank, and the degrees inside a node that leave some ranks of the node over.
     """
     node = topology.ranks_per_node
-    counted = []
-    for degree in aligned_degrees(topology):
-        leaves_ranks_over = degree < node and node % degree != 0
-        if degree == 1 or leaves_ranks_over:
-            counted.append(degree)
-    return counted
+    degrees = aligned_degrees(topology)
+    found = []
+    for unit in degrees:
+        if unit > 1 and (unit >= node or node % unit == 0):
+            continue
+        taken = {}
+        for degree in degrees:
+            if degree >= unit:
+                of_nodes = degree // node * (node // unit)
+                taken[degree] = degree // unit if degree < node else of_nodes
+        found.append(Slots(topology.nodes * (node // unit), taken))
+    return tuple(found)
 
 
-def fit_together(degrees: Iterable[int], topology: Topology) -> bool:
+def fit_together(degrees: Sequence[int], topology: Topology) -> bool:
     """Return whether groups of these aligned degrees have room side by side."""
-    wanted = list(degrees)
-    for unit in units(topology):
-        taken = sum(slots(topology, degree, unit) for degree in wanted if degree >= unit)
-        slots_of_node = topology.ranks_per_node // unit
-        if taken > topology.nodes * slots_of_node:
+    for slots in slots_of(topology):
+        if sum(slots.taken.get(degree, 0) for degree in degrees) > slots.available:
             return False
     return True
 

@@ -68,11 +68,20 @@ def timeline_of(
             recorder.hold(rank, int(state_bytes + priced.token_bytes * tokens[rank]))
         # 2. the groups, widest first
         for index, group in enumerate(micro_batch.groups):
-            _run_group(recorder, index, group, group_parts(group, lengths, topology, priced))
+            recorder.meet(group.ranks, group=index, degree=group.degree)
+            for label, duration in group_parts(group, lengths, topology, priced).items():
+                kind = "transfer" if label == EXPOSED else "compute"
+                for rank in group.ranks:
+                    recorder.work(rank, duration, kind, label, group=index, degree=group.degree)
         # 3. the experts, which an expert group's ranks begin together
         if cost.experts is not None:
+            width = cost.experts.ranks
             nanoseconds = experts_ns(cost, micro_batch, lengths, topology).tolist()
-            _run_experts(recorder, cost.experts.ranks, nanoseconds)
+            for index, duration in enumerate(nanoseconds):
+                together = range(index * width, (index + 1) * width)
+                recorder.meet(together)
+                for rank in together:
+                    recorder.work(rank, duration, "experts", f"experts of {width} ranks")
         for rank in ranks:
             recorder.hold(rank, int(state_bytes))
     return recorder.timeline("ns")
@@ -102,25 +111,6 @@ def group_parts(
         left = 0
     parts[EXPOSED] = left
     return parts
-
-
-def _run_group(recorder: Recorder, index: int, group: Group, parts: dict[str, int]) -> None:
-    """Record the parts of a group on its ranks. index: of the group in its micro-batch."""
-    recorder.meet(group.ranks, group=index, degree=group.degree)
-    for label, nanoseconds in parts.items():
-        kind = "transfer" if label == EXPOSED else "compute"
-        for rank in group.ranks:
-            recorder.work(rank, nanoseconds, kind, label, group=index, degree=group.degree)
-
-
-def _run_experts(recorder: Recorder, ranks: int, nanoseconds: Sequence[int]) -> None:
-    """Record the experts of a micro-batch on all ranks. ranks: of an expert group; nanoseconds: of
-    each expert group."""
-    for index, duration in enumerate(nanoseconds):
-        together = range(index * ranks, (index + 1) * ranks)
-        recorder.meet(together)
-        for rank in together:
-            recorder.work(rank, duration, "experts", f"experts of {ranks} ranks")
 
 
 def sketch(plan: Plan, world_size: int, measured_s: Sequence[float] | None = None) -> Timeline:

@@ -35,7 +35,8 @@ COLOURS = (
     "#23303a",
 )
 ACTION_COLOURS = dict(zip(ACTION_KINDS, ("#3f6fb0", "#23706b", "#3f9c86", "#e8b04a"), strict=True))
-EXPERTS, CONSTANT, INK = "#8a6d52", "#b9bfc8", "#2b2f36"
+OTHER_COLOURS = {"experts": "#8a6d52", "constant": "#b9bfc8"}
+INK = "#2b2f36"
 # Colours of text and lines, and of the background, in an SVG: light scheme, then dark.
 SCHEMES = ((INK, "#ffffff"), ("#dfe3ea", "#16191f"))
 GAP = 0.06  # white space above and below a group, in ranks
@@ -260,12 +261,13 @@ def _draw_legend(figure: Any, timeline: Timeline, columns: int) -> None:
     patches += [
         Patch(facecolor=ACTION_COLOURS[kind], label=kind) for kind in ACTION_KINDS if kind in kinds
     ]
-    if "experts" in kinds:
-        patches.append(Patch(facecolor=EXPERTS, label="experts"))
-    if "transfer" in kinds:
-        patches.append(Patch(facecolor=_paler(colour_of(4)), label="exposed transfers (paler)"))
-    if "constant" in kinds:
-        patches.append(Patch(facecolor=CONSTANT, label="constant per micro-batch"))
+    for kind, colour, label in (
+        ("experts", OTHER_COLOURS["experts"], "experts"),
+        ("transfer", _paler(colour_of(4)), "exposed transfers (paler)"),
+        ("constant", OTHER_COLOURS["constant"], "constant per micro-batch"),
+    ):
+        if kind in kinds:
+            patches.append(Patch(facecolor=colour, label=label))
     patches.append(Patch(facecolor="none", edgecolor=INK, linewidth=0.5, label="idle"))
     figure.legend(
         handles=patches,
@@ -288,10 +290,8 @@ def colour_of(degree: int) -> str:
 
 def _colour(event: Event) -> str:
     """Return an event's colour: by its kind, and by its group's degree."""
-    if event.kind == "experts":
-        return EXPERTS
-    if event.kind == "constant":
-        return CONSTANT
+    if event.kind in OTHER_COLOURS:
+        return OTHER_COLOURS[event.kind]
     if event.kind in ACTION_COLOURS:
         return _paler(ACTION_COLOURS[event.kind], SHADE * (event.micro_batch % 2))
     if event.kind == "transfer":

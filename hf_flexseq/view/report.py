@@ -20,7 +20,7 @@ import numpy as np
 from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.plan.sequences import Plan
-from hf_flexseq.view.picture import INK, LABEL, colour_of, new_figure, require, style_axes, svg_of
+from hf_flexseq.view.picture import INK, LABEL, colour_of, new_figure, style_axes, svg_of
 
 # Bytes of an SVG above which a figure is embedded as PNG.
 MOST_SVG_BYTES = 400_000
@@ -236,11 +236,6 @@ def data_uri(figure: Any) -> str:
 
 
 # ---- the page
-
-
-def require_libraries() -> None:
-    """Raise ModuleNotFoundError, naming what to install, if a library of a page is missing."""
-    require("reports", "jinja2", "matplotlib")
 
 
 def page(**parts: Any) -> str:

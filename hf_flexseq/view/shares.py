@@ -2,17 +2,10 @@
 
 from collections import Counter
 
-from hf_flexseq.view.timeline import ACTION_KINDS, Timeline
+from hf_flexseq.view.timeline import KINDS, Timeline
 
 # What people call the kinds of events.
-NAMES = {
-    "compute": "compute",
-    "experts": "experts",
-    **{kind: kind for kind in ACTION_KINDS},
-    "transfer": "transfers",
-    "constant": "constant",
-    "wait": "idle",
-}
+NAMES = {kind: kind for kind in KINDS} | {"transfer": "transfers", "wait": "idle"}
 
 
 def boundaries(timeline: Timeline) -> list[int]:

@@ -10,10 +10,11 @@ from string import ascii_lowercase, ascii_uppercase
 import numpy as np
 
 from hf_flexseq.view.shares import boundaries, degrees, duration, shares
-from hf_flexseq.view.timeline import ACTION_KINDS, Event, Timeline
+from hf_flexseq.view.timeline import KINDS, Event, Timeline
 
-EXPERTS, TRANSFER, CONSTANT, IDLE, BOUNDARY = "=", "~", "-", ".", "|"
-ACTIONS = dict(zip(ACTION_KINDS, "FBIW", strict=True))
+# By kind of event, but for computing, whose symbol is its degree's.
+SYMBOLS = dict(zip(KINDS[1:], "=FBIW~-.", strict=True))
+BOUNDARY = "|"
 MOST_LINES = 64
 
 
@@ -57,26 +58,18 @@ def _symbols(timeline: Timeline) -> dict[int, str]:
 def _cells(events: list[Event], stop: int, columns: int, symbols: dict[int, str]) -> str:
     """Return the action that takes most of a rank's time in each of `columns` equal parts of the
     step."""
-    kinds = (*ACTIONS.values(), EXPERTS, TRANSFER, CONSTANT, IDLE)
-    names = [*dict.fromkeys(symbols.values()), *kinds]
+    names = [*dict.fromkeys(symbols.values()), *SYMBOLS.values()]
     spent = np.zeros((len(names), columns))  # time in each cell
     edges = np.arange(columns + 1) * (stop / columns)  # [columns + 1] where cells begin and end
     for event in events:
-        row = spent[names.index(_symbol(event, symbols))]
+        symbol = symbols[event.degree] if event.kind == "compute" else SYMBOLS[event.kind]
+        row = spent[names.index(symbol)]
         first = int(event.start * columns // stop)
         last = min(columns, int(-(-event.stop * columns // stop)))
         begins = np.maximum(edges[first:last], event.start)
         ends = np.minimum(edges[first + 1 : last + 1], event.stop)
         row[first:last] += ends - begins
     return "".join(names[index] for index in spent.argmax(axis=0))
-
-
-def _symbol(event: Event, symbols: dict[int, str]) -> str:
-    """Return the character of an event."""
-    if event.kind == "compute":
-        return symbols[event.degree]
-    named = {"experts": EXPERTS, "transfer": TRANSFER, "constant": CONSTANT, "wait": IDLE}
-    return {**named, **ACTIONS}[event.kind]
 
 
 def _groups(events: list[Event]) -> tuple[tuple[int, int], ...]:
@@ -109,14 +102,9 @@ def _legend(timeline: Timeline, symbols: dict[int, str], width: int) -> list[str
     counts = degrees(timeline)
     parts = [f"{symbol} {counts[degree]} x degree {degree}" for degree, symbol in symbols.items()]
     kinds = {event.kind for event in timeline.events}
-    named = (
-        *((kind, symbol, kind) for kind, symbol in ACTIONS.items()),
-        ("experts", EXPERTS, "experts"),
-        ("transfer", TRANSFER, "transfer"),
-        ("constant", CONSTANT, "constant"),
-        ("wait", IDLE, "idle"),
-    )
-    parts += [f"{symbol} {name}" for kind, symbol, name in named if kind in kinds]
+    for kind, symbol in SYMBOLS.items():
+        if kind in kinds:
+            parts.append(f"{symbol} {'idle' if kind == 'wait' else kind}")
     parts += [f"{BOUNDARY} next micro-batch"] if boundaries(timeline) else []
     lines = [""]
     for part in parts:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 ACTION_KINDS = ("forward", "backward", "input gradient", "weight gradient")
 
 # All kinds of events.
-KINDS = ("compute", "experts", "transfer", "constant", "wait", *ACTION_KINDS)
+KINDS = ("compute", "experts", *ACTION_KINDS, "transfer", "constant", "wait")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,9 @@ from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Node, Unit
-from hf_flexseq.program.compile import FORWARD, Machine, MicroBatchLayout, compile_program
+from hf_flexseq.program.compile import FORWARD, compile_program, parts_of
 from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.program.zones import Machine
 from tests.attention.exact import (
     KINDS,
     Case,
@@ -166,9 +167,9 @@ MACHINE = Machine(
 )
 
 
-def layout_of(strategy, lengths, blocks, *, ranks=range(4)):
+def own_parts(strategy, lengths, blocks, *, ranks=range(4)):
     micro_batch = one_group([0] if strategy == "local" else ranks, len(lengths), strategy)
-    return MicroBatchLayout(make_shard(micro_batch, lengths, 0), MACHINE, blocks)
+    return parts_of(make_shard(micro_batch, lengths, 0), MACHINE, blocks)
 
 
 @pytest.mark.parametrize("strategy", ["local", "ulysses", "zigzag", "balanced", "hybrid"])
@@ -176,8 +177,8 @@ def layout_of(strategy, lengths, blocks, *, ranks=range(4)):
 def test_without_blocks_programs_are_those_of_causal_layers(strategy, blocks):
     lengths = (40, 9)
     asking = SHAPE._replace(both_ways=True)
-    found = str(compile_program(layout_of(strategy, lengths, blocks).parts, FORWARD, asking))
-    assert found == str(compile_program(layout_of(strategy, lengths, {}).parts, FORWARD, SHAPE))
+    found = str(compile_program(own_parts(strategy, lengths, blocks), FORWARD, asking))
+    assert found == str(compile_program(own_parts(strategy, lengths, {}), FORWARD, SHAPE))
 
 
 def test_blocks_change_no_message():
@@ -203,7 +204,7 @@ def test_blocks_change_no_message():
 @pytest.mark.parametrize("strategy", ["zigzag", "balanced", "hybrid"])
 def test_rings_refuse_blocks(strategy):
     with pytest.raises(ValueError, match=r"cannot compute tokens that see both ways.*'ulysses'"):
-        layout_of(strategy, (40, 9), {1: ((3, 6),)})
+        own_parts(strategy, (40, 9), {1: ((3, 6),)})
 
 
 @pytest.mark.parametrize(
@@ -211,11 +212,11 @@ def test_rings_refuse_blocks(strategy):
 )
 def test_blocks_that_do_not_fit_are_refused(blocks):
     with pytest.raises(ValueError, match="blocks of sequence 1 must ascend within its 40 tokens"):
-        layout_of("local", (9, 40), {1: blocks})
+        own_parts("local", (9, 40), {1: blocks})
 
 
 def test_blocks_in_chunks_are_refused():
-    parts = layout_of("ulysses", (40,), {0: ((3, 6),)}).parts
+    parts = own_parts("ulysses", (40,), {0: ((3, 6),)})
     asking = SHAPE._replace(both_ways=True, reach=Reach(chunk=8))
     with pytest.raises(ValueError, match="chunks of 8 tokens"):
         compile_program(parts, FORWARD, asking)
@@ -226,7 +227,7 @@ def test_blocks_that_rows_share_in_part_are_refused(block):
     micro_batch = group_of(OF_UNITS[0], (0,), "local")
     shard = make_shard(micro_batch, OF_UNITS[0].lengths, 0)
     with pytest.raises(ValueError, match="rows share only some of them"):
-        MicroBatchLayout(shard, MACHINE, {0: (block,)})
+        parts_of(shard, MACHINE, {0: (block,)})
 
 
 # ---- precision

@@ -144,10 +144,11 @@ def rows_of(shards):
 def ways_between_nodes(contexts):
     """What a rank's contexts have of a hybrid's ring, as a set of words."""
     found = set()
-    for zone in (zone for context in contexts for zone in context.programs.parts.zones(FULL)):
+    zones = [(one.shard.rank, zone) for one in contexts for zone in one.programs.parts.zones(FULL)]
+    for rank, zone in zones:
         if isinstance(zone, UlyssesZone) and isinstance(zone.inner, Reordered):
             steps = zone.inner.inner.steps
             reads = [read for step in steps for read in step.reads]
-            if any(read.keys.peer is not None for read in reads):
+            if any(read.keys.peer != rank for read in reads):
                 found.add("ring of a hybrid")
     return found

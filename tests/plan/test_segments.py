@@ -44,11 +44,11 @@ def test_segments_are_the_rows_of_their_ranks_and_every_row_goes_through_them(st
         shards = shards_with_units(name, degree, lengths, units)
         for rank, shard in enumerate(shards):
             (zone,) = shard.zones
-            found = segments_of(zone)
-            for member, tree in found.trees.items():
+            of_rank, held = segments_of(zone)
+            for member, tree in of_rank.items():
                 first = trees.setdefault(member, tree)
                 assert (first.segments, first.parents) == (tree.segments, tree.parents)
-            for one in found.held:
+            for one in held:
                 segment = trees[one.member].segments[one.place]
                 assert segment.holder == rank
                 for token in range(segment.start, segment.stop):
@@ -133,7 +133,7 @@ def test_branches_of_a_rank_are_folded_into_the_first():
 
 def test_chunks_of_a_rank_that_follow_each_other_are_one_segment():
     (shard, _) = shards_of("zigzag", 2, [8])
-    tree = segments_of(shard.zones[0]).trees[0]
+    tree = segments_of(shard.zones[0])[0][0]
     assert tree.segments == (Segment(0, 0, 2), Segment(1, 2, 6), Segment(0, 6, 8))
     assert tree.parents == (ROOT, 0, 1)
 

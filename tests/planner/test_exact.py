@@ -3,14 +3,14 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.plan.options import PlanOptions
-from hf_flexseq.planner.lower_bound import bound_ns
+from hf_flexseq.planner.lower_bound import step_bound_ns
 from hf_flexseq.planner.make import loosest_task, make_plan
+from hf_flexseq.planner.task import PlanTask
 from tests.budget import examples
 from tests.planner.exact import least_lockstep_ns
 from tests.plans import planned
@@ -89,10 +89,10 @@ def test_the_bound_by_hand():
     """Two sequences on two ranks of one node; the long one needs both."""
     node = Topology(nodes=1, ranks_per_node=2)
     cost = replace(FLEXSP, micro_batch_s=1.0)
-    lengths = np.array([100, 3000])
 
     def bound(cap: int, sync: str) -> int:
-        return bound_ns(lengths, node, cost, strategy="auto", cap=cap, sync=sync)
+        task = PlanTask(lengths=(100, 3000), topology=node, cost=cost, cap=cap, sync=sync)
+        return step_bound_ns(task)
 
     short, long = (cost.sequence_ns(s, 1, "local", False) for s in (100, 3000))
     areas = short + 2 * cost.sequence_ns(3000, 2, "ulysses", False)

@@ -4,6 +4,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import compile as compiler
 from hf_flexseq.program.instructions import RowShape
+from hf_flexseq.program.zones import Machine
 from tests.plans import one_group
 from tests.program.memory import nbytes
 
@@ -32,14 +33,14 @@ def programs_of(
 ):
     """By what they do, the programs by rank. shape: a LayerShape, or a RowShape of a recurrent
     layer. blocks: by sequence the tokens that see both ways."""
-    machine = compiler.Machine(topology=topology, device=device, wide_gradients=device == "cpu")
+    machine = Machine(topology=topology, device=device, wide_gradients=device == "cpu")
     if whats is None:
         whats = OF_ROWS if isinstance(shape, RowShape) else OF_ATTENTION
     shards = passes.shards(micro_batch, lengths) if passes else None
     found = {what: {} for what in whats}
     for rank in range(topology.world_size) if ranks is None else ranks:
         shard = shards[rank] if shards else make_shard(micro_batch, lengths, rank)
-        parts = compiler.MicroBatchLayout(shard, machine, blocks or {}).parts
+        parts = compiler.parts_of(shard, machine, blocks or {})
         forward = None
         for what in whats:
             program = compiler.compile_program(parts, what, shape, forward)

@@ -81,7 +81,7 @@ def pairs_read(by_rank, names):
                     sent.setdefault((FIRST + i, share.peer, what), []).append(rows)
 
         def taken(side, what, i, sent=sent):
-            if side.peer is None:
+            if side.peer == FIRST + i:
                 return names[i][tables[i].positions(side.rows)]
             rows = sent[side.peer, FIRST + i, what].pop(0)
             assert len(rows) == side.rows.tokens

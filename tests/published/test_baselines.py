@@ -8,11 +8,11 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.cost.rings import ring_costs
-from hf_flexseq.plan.attention_schedule import attention_schedule
+from hf_flexseq.plan.rings import ring_named
 from hf_flexseq.published.baselines.batch_rebalance import rebalanced
 from tests.budget import examples, for_seeds
 from tests.costs import rings
+from tests.plan.schedules import schedule_of
 from tests.plans import planned
 
 FLEXSP = PRESETS["flexsp-gpt-7b-a100"]
@@ -125,7 +125,7 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
     total = 0.0
     for there, back_of_keys in ((1, 0), (3, 1)):  # forward, backward
         moves = []  # (source, target, size)
-        for step in attention_schedule("balanced", degree).calls:
+        for step in schedule_of("balanced", degree).calls:
             if step.source != step.worker:
                 moves.append((step.source, step.worker, keys))
                 moves.append((step.worker, step.source, back_of_keys * keys))
@@ -143,4 +143,4 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
 @pytest.mark.parametrize("degree", range(2, 17))
 def test_the_ring_pays_what_its_busiest_rank_moves(degree):
     """Keys and values of a width of 2, queries as wide as keys alone."""
-    assert 2.0 * ring_costs("balanced").trips(degree) == busiest_link(degree, 2.0, 1.0)
+    assert 2.0 * ring_named("balanced").trips(degree) == busiest_link(degree, 2.0, 1.0)

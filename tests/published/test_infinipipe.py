@@ -10,7 +10,7 @@ from hf_flexseq.pipeline.planning.cuts import CutWork
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.walk import check, check_memory, peak_bytes
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
+from hf_flexseq.published.infinipipe.checkpointing import solve
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
 from tests.budget import for_seeds
 from tests.pipelines import pipelined, stage_cost
@@ -32,18 +32,16 @@ def test_sequences_are_cut_on_the_longest_ones_mesh_and_tails_are_filled():
 # ---- the checkpointing program
 
 
-def is_enough(task, layers):
+def is_enough(moments, layers):
     """Whether the layers of the diagonals save the excess of every moment."""
-    return all(
-        sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in task.moments
-    )
+    return all(sum(layers[j] * saved for j, saved in terms) >= excess for excess, terms in moments)
 
 
-def fewest_layers(task):
+def fewest_layers(moments, *, variables, most, limit):
     """The least layers in all, by trying all; None if even all are too few."""
-    choices = itertools.product(range(task.most + 1), repeat=task.variables)
-    enough = [sum(layers) for layers in choices if is_enough(task, layers)]
-    return min((total for total in enough if total <= task.limit), default=None)
+    choices = itertools.product(range(most + 1), repeat=variables)
+    enough = [sum(layers) for layers in choices if is_enough(moments, layers)]
+    return min((total for total in enough if total <= limit), default=None)
 
 
 def drawn_moments(rng, *, count, variables, flying, excess, saved):
@@ -63,11 +61,11 @@ def test_the_program_checkpoints_the_fewest_layers(seed):
     limit = rng.choice([rng.randint(1, 6), variables * most])
     ranges = {"flying": (1, variables), "excess": (1, 60), "saved": (5, 20)}
     moments = drawn_moments(rng, count=rng.randint(1, 4), variables=variables, **ranges)
-    task = CheckpointingTask(variables=variables, most=most, limit=limit, moments=moments)
-    layers, fewest = solve(task), fewest_layers(task)
+    options = {"variables": variables, "most": most, "limit": limit}
+    layers, fewest = solve(moments, **options), fewest_layers(moments, **options)
     assert (layers is None) == (fewest is None)
     if layers is not None:
-        assert is_enough(task, layers)
+        assert is_enough(moments, layers)
         assert sum(layers) <= fewest * 1.02
 
 

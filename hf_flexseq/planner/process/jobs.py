@@ -82,22 +82,11 @@ class GroupsJob:
         )
 
     def plan(self, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> Plan:
-        """Return the plan of one optimizer step. Raises ValueError as `make_plan` does."""
-        if self.fsdp is not None:
-            plan = self._plan_beside_held(lengths, facts, self.fsdp)
-            if plan is not None:
-                return plan
-        return make_plan(lengths, self.topology, self.cost, self.options, **facts.arguments)
-
-    def _plan_beside_held(
-        self,
-        lengths: Sequence[int],
-        facts: StepFacts,
-        fsdp: FsdpFigures,
-    ) -> Plan | None:
-        """Return a plan for ranks that hold parameters or gradients between micro-batches, priced
-        as such; None where that promises nothing, or leaves the longest sequence no room."""
-        for policy, cost, options in self._policies(lengths, facts, fsdp):
+        """Return the plan of one optimizer step: for ranks that hold parameters or gradients
+        between micro-batches, priced as such, where that promises anything and leaves the longest
+        sequence room. Raises ValueError as `make_plan` does."""
+        policies = () if self.fsdp is None else self._policies(lengths, facts, self.fsdp)
+        for policy, cost, options in policies:
             try:
                 plan = make_plan(lengths, self.topology, cost, options, **facts.arguments)
             except PlanInfeasible:
@@ -106,7 +95,7 @@ class GroupsJob:
             if options.max_tokens_per_rank is not None:
                 note = f"{note}, at most {options.max_tokens_per_rank:,} tokens a rank"
             return replace(plan, notes=(*plan.notes, note))
-        return None
+        return make_plan(lengths, self.topology, self.cost, self.options, **facts.arguments)
 
     def _policies(
         self, lengths: Sequence[int], facts: StepFacts, fsdp: FsdpFigures

@@ -42,16 +42,14 @@ class Buckets:
         return np.array([len(ids) for ids in self.members], dtype=np.int64)
 
 
-def bucketed(
-    ids: Sequence[int], lengths: Sequence[int], room: int, count: int = BUCKETS
-) -> Buckets:
-    """Return at least `count` buckets of the sequences `ids`, fewer if there are fewer lengths.
+def bucketed(ids: Sequence[int], lengths: Sequence[int], room: int) -> Buckets:
+    """Return at least `BUCKETS` buckets of the sequences `ids`, fewer if there are fewer lengths.
 
     room: tokens that all ranks hold; the tokens added take at most half of the spare room.
     """
     values, repeats = np.unique([lengths[i] for i in ids], return_counts=True)
     distinct = values.astype(np.int64)
-    stops = _stops(distinct, repeats.astype(np.int64), room, count)
+    stops = _stops(distinct, repeats.astype(np.int64), room)
     longest = distinct[np.array(stops) - 1]  # [buckets]
     members: list[list[int]] = [[] for _ in stops]
     for i in sorted(ids, key=lambda i: (-lengths[i], i)):
@@ -60,7 +58,7 @@ def bucketed(
     return Buckets(longest=longest, members=tuple(tuple(bucket) for bucket in members))
 
 
-def _stops(distinct: Int64Array, repeats: Int64Array, room: int, count: int) -> list[int]:
+def _stops(distinct: Int64Array, repeats: Int64Array, room: int) -> list[int]:
     """Return the end of each bucket in `distinct` lengths, each of which comes `repeats` times."""
     tokens = repeats * distinct  # [distinct]
     count_before = np.concatenate([[0], np.cumsum(repeats)])  # [distinct + 1]
@@ -74,7 +72,7 @@ def _stops(distinct: Int64Array, repeats: Int64Array, room: int, count: int) -> 
     least = added[0]  # [distinct]
     starts = [np.zeros(len(distinct), dtype=np.int64)]
     allowed = max(0, (room - int(tokens_before[-1])) // 2)
-    while len(starts) < len(distinct) and (len(starts) < count or least[-1] > allowed):
+    while len(starts) < len(distinct) and (len(starts) < BUCKETS or least[-1] > allowed):
         before = np.concatenate([[IMPOSSIBLE], least])  # [distinct + 1], index j
         options = before[:, None] + added  # [distinct + 1, distinct]
         starts.append(options.argmin(axis=0))

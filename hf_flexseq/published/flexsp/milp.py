@@ -40,6 +40,7 @@ import numpy as np
 import pulp
 
 from hf_flexseq.cost import Int64Array
+from hf_flexseq.published.aligned_groups import Slots
 
 # Relative distance to the optimum at which the solver may stop.
 GAP = 0.01
@@ -54,16 +55,6 @@ SCALE = 1e9
 
 Chosen = list[tuple[int, tuple[int, ...]]]
 """The groups that are used: for each the column of its degree, and its members [buckets]."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slots:
-    """The slots for groups of one unit of `aligned_groups.units`, (8) of the program."""
-
-    available: int
-    """Slots of all ranks."""
-    taken: tuple[int, ...]
-    """[degrees] slots that a group of each degree takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,7 +78,7 @@ class GroupingTask:
     ranks: int
     """Ranks of the world."""
     slots: tuple[Slots, ...]
-    """Groups that must fit side by side, for each unit of `aligned_groups.units`."""
+    """Groups that must fit side by side, (8) of the program."""
 
 
 def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = NODES) -> Chosen:
@@ -193,7 +184,9 @@ class _Model:
         groups = list(enumerate(self.group2column))
         # (8) ranks
         for slots in task.slots:
-            taken = [(self.used[p], slots.taken[column]) for p, column in groups]
+            taken = [
+                (self.used[p], slots.taken.get(task.degrees[column], 0)) for p, column in groups
+            ]
             yield _sum(taken) <= slots.available
         # (10) members
         for q, count in enumerate(task.counts.tolist()):

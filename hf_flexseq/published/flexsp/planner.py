@@ -26,13 +26,13 @@ import numpy as np
 
 from hf_flexseq.cost import Int64Array, step_ns
 from hf_flexseq.plan import MicroBatch, widest_first
-from hf_flexseq.planner.problem import NEVER, cheapest, least_wait_ns
+from hf_flexseq.planner.problem import NEVER, cheapest
 from hf_flexseq.planner.static import best_fit, least_loaded, one_strategy_groups
 from hf_flexseq.planner.task import PlanTask
-from hf_flexseq.published.aligned_groups import allowed_degrees, rank_ranges, slots, units
+from hf_flexseq.published.aligned_groups import allowed_degrees, rank_ranges, slots_of
 from hf_flexseq.published.blaster import blast
 from hf_flexseq.published.flexsp.buckets import Buckets, bucketed
-from hf_flexseq.published.flexsp.milp import Chosen, GroupingTask, Slots, slowest_ns, solve
+from hf_flexseq.published.flexsp.milp import Chosen, GroupingTask, slowest_ns, solve
 
 TRIALS = 5  # numbers of micro-batches, as published
 
@@ -145,22 +145,15 @@ class FlexSP:
             copies=tuple(self._copies(degree) for degree in self.degrees),
             cap=self.cap,
             ranks=self.topology.world_size,
-            slots=tuple(self._slots(unit) for unit in units(self.topology)),
+            slots=slots_of(self.topology),
         )
 
     def _latencies(self) -> Iterator[int]:
         """Yield the least waits of a group of each degree, in nanoseconds."""
+        names = self.cost.strategies(self.task.strategy)
         for degree in self.degrees:
-            shape = (degree, self.topology.spans_nodes(0, degree))
-            yield least_wait_ns(self.cost, shape, self.task.strategy)
-
-    def _slots(self, unit: int) -> Slots:
-        """Return how many slots of `unit` ranks there are, and how many each degree takes."""
-        taken = []
-        for degree in self.degrees:
-            taken.append(slots(self.topology, degree, unit) if degree >= unit else 0)
-        slots_of_node = self.topology.ranks_per_node // unit
-        return Slots(available=self.topology.nodes * slots_of_node, taken=tuple(taken))
+            spans = self.topology.spans_nodes(0, degree)
+            yield min((self.cost.waits(degree, name, spans).always for name in names), default=0)
 
     def _copies(self, degree: int) -> int:
         """Return how many groups of one degree fit side by side."""

@@ -15,7 +15,7 @@ The solver ends at the paper's gap of 2 % or after a count of nodes, never by th
 thread and a fixed seed. The paper solves the program with SCIP.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pulp
 
@@ -25,38 +25,27 @@ GAP = 0.02  # the paper's: how far the solution may be above the proven bound
 NODES = 200  # branch-and-bound nodes of one program; bounds the planning time of a step
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointingTask:
-    """A program to solve."""
+def solve(
+    moments: Sequence[Moment], *, variables: int, most: int, limit: int
+) -> tuple[int, ...] | None:
+    """Return the layers of each diagonal; None if no allowed number was found to save enough.
 
-    variables: int
-    """Diagonals of the pipeline."""
-
-    most: int
-    """Layers that each diagonal may recompute."""
-
-    limit: int
-    """Layers that all diagonals together may recompute."""
-
-    moments: tuple[Moment, ...]
-    """Every moment at which a stage would hold too much."""
-
-
-def solve(task: CheckpointingTask) -> tuple[int, ...] | None:
-    """Return the layers of each diagonal; None if no allowed number was found to save enough."""
+    moments: every one at which a stage would hold too much. variables: diagonals of the pipeline.
+    most: layers that each diagonal may recompute. limit: layers that all may recompute together.
+    """
     # 1. what no solution can save
-    for excess, terms in task.moments:
-        if task.most * sum(saved for _, saved in terms) < excess:
+    for excess, terms in moments:
+        if most * sum(saved for _, saved in terms) < excess:
             return None
 
     # 2. the program
     program = pulp.LpProblem("checkpointing", pulp.LpMinimize)
     layers = []
-    for diagonal in range(task.variables):
-        layers.append(program.add_variable(f"C{diagonal}", 0, task.most, pulp.LpInteger))
+    for diagonal in range(variables):
+        layers.append(program.add_variable(f"C{diagonal}", 0, most, pulp.LpInteger))
     program += pulp.lpSum(layers)
-    program += pulp.lpSum(layers) <= task.limit
-    for excess, terms in task.moments:
+    program += pulp.lpSum(layers) <= limit
+    for excess, terms in moments:
         weighted = [(layers[diagonal], saved / excess) for diagonal, saved in terms]
         program += pulp.LpAffineExpression(weighted) >= 1
 
@@ -72,12 +61,12 @@ def solve(task: CheckpointingTask) -> tuple[int, ...] | None:
     if values:
         chosen = tuple(round(values[variable.index]) for variable in layers)
     else:
-        chosen = (0,) * task.variables
+        chosen = (0,) * variables
 
     # 4. checked in integers, since the solver's tolerances are not
-    if sum(chosen) > task.limit:
+    if sum(chosen) > limit:
         return None
-    for excess, terms in task.moments:
+    for excess, terms in moments:
         if sum(chosen[diagonal] * saved for diagonal, saved in terms) < excess:
             return None
     return chosen

@@ -18,7 +18,8 @@ process". The window of a group is P - p + the chunks of its longest sequence (e
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
+from statistics import fmean
 
 from hf_flexseq.pipeline.planning.cuts import CutWork
 from hf_flexseq.pipeline.planning.orders import backward_names, one_forward_one_backward
@@ -190,11 +191,11 @@ def _group(
     if flush_ns + _least_layers(moments) * forward_ns / most >= beat:
         return None
     # its solver is an optional dependency
-    from hf_flexseq.published.infinipipe.checkpointing import CheckpointingTask, solve
+    from hf_flexseq.published.infinipipe.checkpointing import solve
 
     diagonals = (end - first) + task.stages - 1
     limit = int(min(diagonals * most, (beat - flush_ns) * most / forward_ns))
-    layers = solve(CheckpointingTask(variables=diagonals, most=most, limit=limit, moments=moments))
+    layers = solve(moments, variables=diagonals, most=most, limit=limit)
     if layers is None:
         return None
     price = flush_ns + sum(layers) * forward_ns / most
@@ -203,20 +204,10 @@ def _group(
 
 def _passes(costs: ChunkCosts, chunks: slice) -> tuple[float, float]:
     """Return mean nanoseconds of a chunk's forward on a stage, and of its forward and backward."""
-    forward = _mean(costs.forward, chunks)
-    input_grad = _mean(costs.input_grad, chunks)
-    weight_grad = _mean(costs.weight_grad, chunks)
-    return forward, forward + input_grad + weight_grad
-
-
-def _mean(table: Sequence[Sequence[int]], chunks: slice) -> float:
-    """Return the mean of a [stage][chunk] table over all stages and these chunks."""
-    total = 0
-    count = 0
-    for row in table:
-        total += sum(row[chunks])
-        count += len(row[chunks])
-    return total / count
+    means = []
+    for table in (costs.forward, costs.input_grad, costs.weight_grad):  # [stage][chunk] each
+        means.append(fmean(chain.from_iterable(row[chunks] for row in table)))
+    return means[0], sum(means)
 
 
 # ---- recomputing

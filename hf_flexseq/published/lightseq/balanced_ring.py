@@ -8,10 +8,9 @@ published with it, no rank helps at the last time, which loses (d - 1) / 2 block
 d. With these blocks an odd degree has no idle rank at any time. An even degree idles for half a
 block's time per rank and takes (d + 1) / d of the ideal time.
 
-The core executes these rounds like any other ring's, and prices them by `COSTS`.
+The core executes these rounds like any other ring's, and prices them by its trips and its pace.
 """
 
-from hf_flexseq.cost.rings import RingCosts
 from hf_flexseq.plan.rings import FRONT, Ring, Role, Round
 
 # Trips of a helper's tensors, as wide as queries: results; queries, their gradients and results.
@@ -36,19 +35,11 @@ def balanced_rounds(degree: int) -> list[Round]:
     return rounds
 
 
-def _fetches(degree: int) -> int:
-    """Return how often the busiest rank fetches keys and values."""
-    return degree // 2
-
-
-def _helps(degree: int) -> int:
-    """Return the calls that the busiest helper computes for others."""
-    return (degree - 1) // 2
-
-
 def balanced_trips(degree: int) -> float:
     """Return the trips of the busiest rank's keys and values, and queries counted as such."""
-    return 2 * _fetches(degree) + HELP_TRIPS * QUERY_WIDTH * _helps(degree)
+    fetches = degree // 2
+    helps = (degree - 1) // 2  # calls that the busiest helper computes for others
+    return 2 * fetches + HELP_TRIPS * QUERY_WIDTH * helps
 
 
 def balanced_stretch(degree: int) -> float:
@@ -56,5 +47,6 @@ def balanced_stretch(degree: int) -> float:
     return 1.0 if degree % 2 else (degree + 1) / degree
 
 
-RING = Ring(chunks_per_rank=1, rounds=balanced_rounds)
-COSTS = RingCosts(trips=balanced_trips, stretch=balanced_stretch)
+RING = Ring(
+    chunks_per_rank=1, rounds=balanced_rounds, trips=balanced_trips, stretch=balanced_stretch
+)

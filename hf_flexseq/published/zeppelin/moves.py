@@ -17,7 +17,6 @@ which needs it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,15 +27,15 @@ from hf_flexseq.base.topology import Topology
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
-    """Rows that one rank holds in attention and another one outside of it."""
+class Moves(NamedTuple):
+    """Rows that one rank holds in attention and another one outside of it: arrays [moves], by
+    source, then by target."""
 
-    source: int
+    source: Ints
     """The rank that holds the rows in attention."""
-    target: int
+    target: Ints
     """The rank that holds the rows outside of attention."""
-    tokens: int
+    tokens: Ints
     """Number of rows."""
 
 
@@ -64,23 +63,8 @@ def _even(tokens: Ints, topology: Topology) -> Ints:
     return even
 
 
-class MoveArrays(NamedTuple):
-    """The moves of all ranks as arrays [moves], by source, then by target; see `Move`."""
-
-    source: Ints
-    target: Ints
-    tokens: Ints
-
-
-def transport(tokens: Sequence[int], topology: Topology) -> tuple[Move, ...]:
-    """Return the moves from `tokens` per rank to the even layout, by source, then by target."""
-    moves = transport_arrays(tokens, topology)
-    rows = zip(*(column.tolist() for column in moves), strict=True)
-    return tuple(Move(source=source, target=target, tokens=n) for source, target, n in rows)
-
-
-def transport_arrays(tokens: Sequence[int], topology: Topology) -> MoveArrays:
-    """Return the moves of `transport` as arrays."""
+def transport(tokens: Sequence[int], topology: Topology) -> Moves:
+    """Return the moves from `tokens` per rank to the even layout."""
     current = np.array(tokens, dtype=np.int64)
     wanted = _even(current, topology)
     surplus = np.maximum(current - wanted, 0)
@@ -93,7 +77,7 @@ def transport_arrays(tokens: Sequence[int], topology: Topology) -> MoveArrays:
     between = _matched(surplus - given, deficit - taken)
     source, target, moved = map(np.concatenate, zip(inside, between, strict=True))
     order = np.lexsort((target, source))
-    return MoveArrays(source[order], target[order], moved[order])
+    return Moves(source[order], target[order], moved[order])
 
 
 def _first_of_node(of_ranks: Ints, of_others: Ints, topology: Topology) -> Ints:
@@ -110,7 +94,7 @@ def _first_of_node(of_ranks: Ints, of_others: Ints, topology: Topology) -> Ints:
     return of_each
 
 
-def _matched(given: Ints, taken: Ints) -> MoveArrays:
+def _matched(given: Ints, taken: Ints) -> Moves:
     """Return moves of equal sums of tokens, in the order of givers and takers, [world_size]."""
     given_up_to = given.cumsum()
     taken_up_to = taken.cumsum()
@@ -121,10 +105,10 @@ def _matched(given: Ints, taken: Ints) -> MoveArrays:
     stops, tokens = stops[tokens > 0], tokens[tokens > 0]
     source = np.searchsorted(given_up_to, stops)
     target = np.searchsorted(taken_up_to, stops)
-    return MoveArrays(source, target, tokens)
+    return Moves(source, target, tokens)
 
 
-def moved_tokens(moves: MoveArrays, topology: Topology) -> tuple[int, int]:
+def moved_tokens(moves: Moves, topology: Topology) -> tuple[int, int]:
     """Return the most tokens a rank gives away or gets: (inside its node, between nodes)."""
     per_node = topology.ranks_per_node
     crosses = (moves.source // per_node != moves.target // per_node).astype(np.int64)  # [moves]

@@ -6,9 +6,9 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import Shard
-from hf_flexseq.program.compile import Machine
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape
 from hf_flexseq.program.passes import ProgramPass
+from hf_flexseq.program.zones import Machine
 from hf_flexseq.published.zeppelin.remap import (
     RemapPass,
     RemappedShard,

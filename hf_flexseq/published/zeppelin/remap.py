@@ -28,7 +28,7 @@ from hf_flexseq.program.compile import ROW_INPUTS, ROW_OUTPUTS
 from hf_flexseq.program.exchange import Exchange, Label, post
 from hf_flexseq.program.instructions import LayerShape, Program, RowShape, Value
 from hf_flexseq.program.tags import PASS_TAGS
-from hf_flexseq.published.zeppelin.moves import Move, moved_tokens, transport, transport_arrays
+from hf_flexseq.published.zeppelin.moves import moved_tokens, transport
 
 PeerRows = tuple[tuple[int, int], ...]  # (peer, rows), in the order of the rows
 
@@ -63,20 +63,21 @@ def remapped_shards(
 ) -> list[Shard]:
     """Return each rank's shard of a remapped micro-batch, [world_size]."""
     shards = [make_shard(micro_batch, lengths, rank) for rank in range(topology.world_size)]
-    moves = transport([shard.tokens for shard in shards], topology)
+    columns = transport([shard.tokens for shard in shards], topology)
+    moves = list(zip(*(column.tolist() for column in columns), strict=True))
     rows = [list(shard.slices) for shard in shards]  # of each rank, what it keeps in the end
     given: list[list[tuple[int, list[Slice]]]] = [[] for _ in shards]  # (target, slices)
-    got: list[list[Move]] = [[] for _ in shards]
-    for move in reversed(moves):  # the last rows go to the last target
-        rows[move.source], moved = _cut(rows[move.source], move.tokens)
-        given[move.source].insert(0, (move.target, moved))
-    for move in moves:
-        got[move.target].append(move)
+    got: list[list[tuple[int, int]]] = [[] for _ in shards]  # (source, tokens)
+    for source, target, tokens in reversed(moves):  # the last rows go to the last target
+        rows[source], moved = _cut(rows[source], tokens)
+        given[source].insert(0, (target, moved))
+    for source, target, tokens in moves:
+        got[target].append((source, tokens))
     remapped: list[Shard] = []
     for shard in shards:
         held = list(rows[shard.rank])
-        for move in got[shard.rank]:
-            held += dict(given[move.source])[shard.rank]
+        for source, _ in got[shard.rank]:
+            held += dict(given[source])[shard.rank]
         remapped.append(
             RemappedShard(
                 rank=shard.rank,
@@ -86,7 +87,7 @@ def remapped_shards(
                     (target, sum(part.tokens for part in moved))
                     for target, moved in given[shard.rank]
                 ),
-                got=tuple((move.source, move.tokens) for move in got[shard.rank]),
+                got=tuple(got[shard.rank]),
             )
         )
     return remapped
@@ -128,7 +129,7 @@ def remapped_ns(
     tokens = micro_batch.tokens_per_rank(lengths, topology.world_size)
     share = -(-sum(tokens) // topology.world_size)
     # 3. the rank that moves most sets the pace, first inside nodes, then between them
-    inside, between = moved_tokens(transport_arrays(tokens, topology), topology)
+    inside, between = moved_tokens(transport(tokens, topology), topology)
     one_byte_s = inside / cost.bandwidth(topology.ranks_per_node, False)  # of every token moved
     if between:
         one_byte_s += between / cost.bandwidth(topology.world_size, True)

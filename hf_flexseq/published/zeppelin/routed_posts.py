@@ -5,14 +5,16 @@ packet into the pieces of its legs. `routes.py` rewrites the programs accordingl
 """
 
 import functools
+import math
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import contiguous_parts, make_shard
-from hf_flexseq.program.compile import FORWARD, Machine, MicroBatchLayout, compile_program
+from hf_flexseq.program.compile import FORWARD, compile_program, parts_of
 from hf_flexseq.program.instructions import LayerShape, PostSpec, Program, Value
 from hf_flexseq.program.tags import EXCHANGE_TAGS, PASS_MESSAGES, ZONE_TAGS
+from hf_flexseq.program.zones import Machine
 from hf_flexseq.published.zeppelin.routing import STRAIGHT, NicFigures, Transfer, make_routing
 
 LEGS = SCATTER, CROSS, GATHER = range(3)
@@ -45,13 +47,6 @@ class LegRows(NamedTuple):
     """Number of the piece among those between the two ranks."""
 
 
-class PathRows(NamedTuple):
-    """Rows [start, stop) of one value that take a path."""
-
-    start: int
-    stop: int
-
-
 class RoutedPost(NamedTuple):
     """Paths of a post's messages, the same on all ranks."""
 
@@ -59,8 +54,8 @@ class RoutedPost(NamedTuple):
     """(source, target) of the transfers that are routed."""
     values: tuple[tuple[Value, ...], ...]
     """By transfer, its values on the rank that sends them."""
-    rows: dict[tuple[int, int, int], PathRows]
-    """By transfer, path and value."""
+    rows: dict[tuple[int, int, int], range]
+    """By transfer, path and value, the rows that take the path."""
     relays: dict[tuple[int, int], tuple[int, int]]
     """By transfer and path, the exit rank and the entry rank."""
     pieces: tuple[LegRows, ...]
@@ -135,7 +130,7 @@ def _lone_program(
     """Return the program of a rank of a group that works in no other group."""
     alone = Group(ranks=group.ranks, sequences=tuple(range(len(lengths))), strategy=group.strategy)
     shard = make_shard(MicroBatch(groups=(alone,)), lengths, rank)
-    parts = MicroBatchLayout(shard, machine).parts
+    parts = parts_of(shard, machine)
     forward = compile_program(parts, FORWARD, shape)
     return forward if what == FORWARD else compile_program(parts, what, shape, forward)
 
@@ -157,7 +152,7 @@ def _routed_post(
     routing = make_routing(tuple(transfers), links, ranks)
     if routing == STRAIGHT:
         return None
-    rows: dict[tuple[int, int, int], PathRows] = {}
+    rows: dict[tuple[int, int, int], range] = {}
     relays = {}
     pieces = []
     counts: Counter[tuple[int, int]] = Counter()  # pieces so far between two ranks
@@ -168,7 +163,7 @@ def _routed_post(
             for index, value in enumerate(values[transfer.source, transfer.target]):
                 start = value.rows * path.start // transfer.nbytes
                 stop = value.rows * path.stop // transfer.nbytes
-                rows[number, path_number, index] = PathRows(start, stop)
+                rows[number, path_number, index] = range(start, stop)
                 parts = contiguous_parts(stop - start, routing.packets)
                 for packet, part in enumerate(parts):
                     for leg in LEGS:
@@ -202,7 +197,4 @@ def _routed_post(
 
 
 def _nbytes(value: Value, shape: LayerShape) -> int:
-    elements = 1
-    for size in value.shape:
-        elements *= size
-    return elements * shape.item_bytes(value.dtype)
+    return math.prod(value.shape) * shape.item_bytes(value.dtype)

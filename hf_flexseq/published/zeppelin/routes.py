@@ -36,10 +36,8 @@ from collections.abc import Sequence
 
 from hf_flexseq.plan.shard import Shard
 from hf_flexseq.program.builder import Rewriter
-from hf_flexseq.program.compile import Machine
 from hf_flexseq.program.exchange import Channel, Label
 from hf_flexseq.program.instructions import (
-    Instruction,
     LayerShape,
     MessageSpec,
     PostSpec,
@@ -48,6 +46,7 @@ from hf_flexseq.program.instructions import (
     Value,
 )
 from hf_flexseq.program.tags import PASS_MESSAGES
+from hf_flexseq.program.zones import Machine
 from hf_flexseq.published.zeppelin.routed_posts import (
     CROSS,
     GATHER,
@@ -77,19 +76,23 @@ class RoutePass:
         """Return a program whose posts between nodes are routed if that is faster."""
         if isinstance(shape, RowShape) or not shape.reach.is_full:
             return program
-        routed: dict[int, tuple[Channel, Exchanges, RoutedPost]] = {}  # by post
+        b = Rewriter(program, shape, rank=self._shard.rank)
+        legs: dict[int, _Legs] = {}  # by post that is routed
         for one in program.instructions:
-            if one.operation != "post":
+            if one.operation == "post":
+                number, spec, _ = one.constants
+                zone, exchanges = exchanges_of(spec)
+                post = self._routed_posts(zone, what, shape).get(exchanges)
+                if post is not None:
+                    channel = Channel(self._shard.zones[zone].group, zone)
+                    legs[number] = _Legs(b, channel, exchanges, post)
+                    legs[number].begin(spec, program.all_values)
+                    continue
+            if one.operation == "wait" and one.constants[0] in legs:
+                legs[one.constants[0]].end()
                 continue
-            number, spec, _ = one.constants
-            zone, exchanges = exchanges_of(spec)
-            found = self._routed_posts(zone, what, shape).get(exchanges)
-            if found is not None:
-                channel = Channel(self._shard.zones[zone].group, zone)
-                routed[number] = (channel, exchanges, found)
-        if not routed:
-            return program
-        return _Rewriting(program, shape, self._shard.rank, routed).run()
+            b.copy(one)
+        return b.program(program.outputs, program.saved) if legs else program
 
     def _routed_posts(
         self, zone: int, what: str, shape: LayerShape
@@ -108,30 +111,34 @@ class _Legs:
     """The legs of one post on this rank."""
 
     def __init__(
-        self, b: Rewriter, rank: int, channel: Channel, exchanges: Exchanges, post: RoutedPost
+        self, b: Rewriter, channel: Channel, exchanges: Exchanges, post: RoutedPost
     ) -> None:
         self._builder = b
-        self._rank = rank
+        self._rank = b.rank
         self._channel = channel
         self._post = post
         self._first_tag = channel.tag(PASS_MESSAGES + min(exchanges) % POSTS * POST_TAGS)
         # by transfer: the values on their source and their target, in the order of the tags
-        self.ends: dict[int, list[Value]] = {}
+        self._ends: dict[int, list[Value]] = {}
         # by transfer, path and value: the rows that this rank passes on
         self._passed: dict[tuple[int, int, int], Value] = {}
+        self._straight: int | None = None  # post of what goes straight
         self._crossing: list[int | None] = []  # posts, by packet
 
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) of the transfers that are routed."""
-        return self._post.pairs
-
-    def begin(self) -> None:
-        """Scatter all packets, and send each across when it has come."""
+    def begin(self, spec: PostSpec, values: Sequence[Value]) -> None:
+        """Post the transfers that go straight, scatter all packets of the others, and send each
+        across when it has come. values: all values of the program, by number."""
+        sends = self._take_routed(spec.sends, values, sent=True)
+        recvs = self._take_routed(spec.recvs, values, sent=False)
+        if sends or recvs:
+            rest = spec._replace(sends=tuple(sends), recvs=tuple(recvs))
+            sent = [values[message.value] for message in sends]
+            received = [values[message.value] for message in recvs]
+            self._straight = self._builder.post(rest, sent, received)
         for (transfer, path, index), rows in self._post.rows.items():
-            if transfer not in self.ends and self._rank in self._post.relays[transfer, path]:
+            if transfer not in self._ends and self._rank in self._post.relays[transfer, path]:
                 like = self._post.values[transfer][index]
-                shape = (rows.stop - rows.start, *like.shape[1:])
+                shape = (len(rows), *like.shape[1:])
                 self._passed[transfer, path, index] = self._builder.empty(shape, like.dtype)
         packets = range(self._post.packets)
         scattered = [self._post_leg(SCATTER, packet) for packet in packets]
@@ -140,13 +147,30 @@ class _Legs:
             self._crossing.append(self._post_leg(CROSS, packet))
 
     def end(self) -> None:
-        """Gather each packet when it has come, and wait for all of them."""
+        """Gather each packet when it has come, and wait for everything."""
         gathered = []
         for packet, crossing in enumerate(self._crossing):
             self._wait(crossing)
             gathered.append(self._post_leg(GATHER, packet))
-        for number in gathered:
+        for number in (*gathered, self._straight):
             self._wait(number)
+
+    def _take_routed(
+        self, messages: Sequence[MessageSpec], values: Sequence[Value], *, sent: bool
+    ) -> list[MessageSpec]:
+        """Take the values of the messages that are routed, and return the others."""
+        pairs = self._post.pairs
+        others = []
+        for message in sorted(messages, key=lambda one: one.tag):
+            pair = (self._rank, message.peer) if sent else (message.peer, self._rank)
+            if pair not in pairs:
+                others.append(message)
+                continue
+            value = values[message.value]
+            if not sent:
+                self._builder.make(value, "empty", (), value.shape, value.dtype)
+            self._ends.setdefault(pairs.index(pair), []).append(value)
+        return others
 
     def _wait(self, number: int | None) -> None:
         if number is not None:
@@ -179,8 +203,8 @@ class _Legs:
 
     def _rows(self, piece: LegRows) -> Value:
         """Return the rows of a piece on this rank, a view."""
-        if piece.transfer in self.ends:
-            value = self.ends[piece.transfer][piece.value]
+        if piece.transfer in self._ends:
+            value = self._ends[piece.transfer][piece.value]
             return self._builder.part(value, piece.start, piece.stop)
         key = (piece.transfer, piece.path, piece.value)
         before = self._post.rows[key].start
@@ -193,71 +217,3 @@ class _Legs:
         pairs = [self._post.pairs[transfer] for transfer in sorted(transfers)]
         names = [f"rank {source} sends to rank {target}" for source, target in pairs]
         return f"pieces of what {', '.join(names)}"
-
-
-class _Rewriting:
-    """A program on its way to one with routed posts."""
-
-    def __init__(
-        self,
-        program: Program,
-        shape: LayerShape,
-        rank: int,
-        routed: dict[int, tuple[Channel, Exchanges, RoutedPost]],
-    ) -> None:
-        """routed: by post, its group, its exchanges, and how it is routed."""
-        self._builder = Rewriter(program, shape, rank=rank)
-        self._program = program
-        self._rank = rank
-        self._routed = routed
-        # by post that was routed: its legs, and the post of what goes straight
-        self._pending: dict[int, tuple[_Legs, int | None]] = {}
-
-    def run(self) -> Program:
-        """Return the rewritten program."""
-        for one in self._program.instructions:
-            if one.operation == "post" and one.constants[0] in self._routed:
-                self._begin(one)
-            elif one.operation == "wait" and one.constants[0] in self._pending:
-                legs, straight = self._pending.pop(one.constants[0])
-                legs.end()
-                if straight is not None:
-                    self._builder.wait(straight)
-            else:
-                self._builder.copy(one)
-        return self._builder.program(self._program.outputs, self._program.saved)
-
-    def _begin(self, one: Instruction) -> None:
-        """Post the transfers that go straight, and begin the legs of the rest."""
-        b = self._builder
-        number, spec, _ = one.constants
-        channel, exchanges, post = self._routed[number]
-        legs = _Legs(b, self._rank, channel, exchanges, post)
-        sends = self._straight(spec.sends, legs, sent=True)
-        recvs = self._straight(spec.recvs, legs, sent=False)
-        straight = None
-        if sends or recvs:
-            rest = spec._replace(sends=tuple(sends), recvs=tuple(recvs))
-            straight = b.post(rest, self._values(sends), self._values(recvs))
-        legs.begin()
-        self._pending[number] = (legs, straight)
-
-    def _straight(
-        self, messages: Sequence[MessageSpec], legs: _Legs, *, sent: bool
-    ) -> list[MessageSpec]:
-        """Return the messages that go straight; give the values of the others to the legs."""
-        pairs = legs.pairs
-        straight = []
-        for message in sorted(messages, key=lambda one: one.tag):
-            pair = (self._rank, message.peer) if sent else (message.peer, self._rank)
-            if pair not in pairs:
-                straight.append(message)
-                continue
-            value = self._program.all_values[message.value]
-            if not sent:
-                self._builder.make(value, "empty", (), value.shape, value.dtype)
-            legs.ends.setdefault(pairs.index(pair), []).append(value)
-        return straight
-
-    def _values(self, messages: Sequence[MessageSpec]) -> list[Value]:
-        return [self._program.all_values[message.value] for message in messages]

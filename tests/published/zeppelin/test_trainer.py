@@ -36,7 +36,7 @@ def train(rank, world_size, folder):
     model = tiny_llama()
     with (
         mock.patch.dict(WORTHY_PAIRS, {"cpu": 1}),
-        counted(routes._Rewriting, "run") as routed,
+        counted(routes._Legs, "begin") as routed,
         counted(remap.RemapPass, "_move") as moved,
     ):
         trainer = FlexSeqTrainer(model=model, args=args, train_dataset=dataset())
