@@ -12,15 +12,17 @@ import json
 import resource
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu_checks.one_rank import SMALL, TINY, OneRank
 from gpu_checks.report import Section, Setting, table, verdict
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.hf.engine.cost_choice import CostSubject
-from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.trainer.synthetic_models import train
 
 CORRECTED_BOUND = 0.05
@@ -86,19 +88,12 @@ def _subject(config: LlamaConfig, device: torch.device) -> CostSubject:
     """Return the facts about float32 weights that are trained in bfloat16, layers
     checkpointed."""
     with torch.device("meta"):  # sizes without memory
-        shape = model_shape(LlamaForCausalLM(config))
-    return CostSubject(
-        kind=LlamaForCausalLM.__name__,
-        shape=shape,
-        dtype=torch.float32,
-        autocast=torch.bfloat16,
-        checkpointing=True,
-        frozen=False,
-        zero_stage=0,
-        has_chunked_loss=True,
-        topology=Topology(nodes=1, ranks_per_node=1),
-        device=device,
+        model = LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    as_set_up: Any = SimpleNamespace(  # a process has one Accelerator's settings
+        mixed_precision="bf16", distributed_type=DistributedType.NO, device=device
     )
+    return CostSubject(model, as_set_up, Topology(nodes=1, ranks_per_node=1))
 
 
 def _peak(rank: OneRank, optimizer: torch.optim.Optimizer, tokens: int) -> int:

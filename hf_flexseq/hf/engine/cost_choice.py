@@ -2,7 +2,7 @@
 (`cost/analytic_model.py`), but for the bytes of a token, which are counted (`layer_trial.py`)."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 
 import torch
@@ -29,66 +29,12 @@ from hf_flexseq.memory.device import device_name, device_spec
 from hf_flexseq.plan.memory import MemoryChoice
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: the estimate is kept
 class CostSubject:
-    """A model and its training setup, for which a cost model is made."""
+    """A model and its training setup, for which a cost model is made: the facts as they are now,
+    since a pipeline cuts the model afterwards."""
 
-    kind: str
-    """Name of the model's class."""
-
-    shape: ModelShape
-
-    dtype: torch.dtype
-    """Dtype of the parameters."""
-
-    autocast: torch.dtype | None
-    """Dtype of the arithmetic, if it is not the parameters' dtype."""
-
-    checkpointing: bool
-    """True if layers are recomputed in the backward."""
-
-    save_attention_output: bool = True
-    """True if the attention of such layers is kept instead of recomputed."""
-
-    frozen: bool
-    """True if only activations get gradients, as under adapters."""
-
-    zero_stage: int
-    """Sharded part of the model's state, in DeepSpeed's numbering."""
-
-    replicas: int = 1
-    """Copies of the sharded state: more than one in HSDP."""
-
-    expert_ranks: int = 1
-    """Neighbouring ranks that hold all experts together."""
-
-    adapters: tuple[int, int] = (0, 0)
-    """See `adapters_beside_shards`."""
-
-    trained_tower: tuple[str, ...] = ()
-    """Parts of the tower that get gradients, by `trained_parts`."""
-
-    tower_attention: str | None = None
-    """Implementation of attention in the tower."""
-
-    has_chunked_loss: bool
-
-    topology: Topology
-
-    device: torch.device
-
-    model: PreTrainedModel | None = field(default=None, repr=False, compare=False)
-    """The model, whose layers are tried for the bytes that they keep; None to compute these."""
-
-    as_set: MemoryChoice | None = None
-    """What activation checkpointing is set to for the run; None without a model."""
-
-    host_bytes: float = 0.0
-    """Bytes of the host's memory that one rank may use for activations."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: PreTrainedModel,
         accelerator: Accelerator,
         topology: Topology,
@@ -96,30 +42,31 @@ class CostSubject:
         save_attention_output: bool = True,
         as_set: MemoryChoice | None = None,
         host_bytes: float = 0.0,
-    ) -> "CostSubject":
-        """Collect the facts about `model`, to be trained as accelerate is set up to do. as_set:
-        None to compute the bytes of layers instead of counting them."""
-        return cls(
-            kind=unsharded_class(model).__name__,
-            shape=model_shape(model),
-            dtype=computing_parameter(model).dtype,
-            autocast=autocast_dtype(accelerator),
-            checkpointing=is_checkpointed(model),
-            save_attention_output=save_attention_output,
-            frozen=is_mostly_frozen(model),
-            zero_stage=zero_stage(model, accelerator),
-            replicas=replicas(model, accelerator),
-            expert_ranks=expert_group_size(model),
-            adapters=adapters_beside_shards(model),
-            trained_tower=trained_parts(model),
-            tower_attention=attention_of_tower(model.config),
-            has_chunked_loss=has_chunkable_loss(model),
-            topology=topology,
-            device=accelerator.device,
-            model=None if as_set is None else model,
-            as_set=as_set,
-            host_bytes=host_bytes,
-        )
+    ) -> None:
+        """model: to be trained as `accelerator` is set up to do.
+        save_attention_output: True if recomputed layers keep their attention's results.
+        as_set: what activation checkpointing is set to for the run; None to compute the bytes of
+            layers instead of counting them.
+        host_bytes: of the host's memory that one rank may use for activations."""
+        self.kind = unsharded_class(model).__name__
+        self.shape = model_shape(model)
+        self.dtype = computing_parameter(model).dtype
+        self.autocast = autocast_dtype(accelerator)
+        self.checkpointing = is_checkpointed(model)
+        self.save_attention_output = save_attention_output
+        self.frozen = is_mostly_frozen(model)
+        self.zero_stage = zero_stage(model, accelerator)
+        self.replicas = replicas(model, accelerator)
+        self.expert_ranks = expert_group_size(model)
+        self.adapters = adapters_beside_shards(model)
+        self.trained_tower = trained_parts(model)
+        self.tower_attention = attention_of_tower(model.config)
+        self.has_chunked_loss = has_chunkable_loss(model)
+        self.topology = topology
+        self.device = accelerator.device
+        self.as_set = as_set
+        self._model = None if as_set is None else model  # whose layers are tried
+        self._host_bytes = host_bytes
 
     @property
     def shape_in_training(self) -> ModelShape:
@@ -160,11 +107,11 @@ class CostSubject:
         hold, if they can be counted, and with the settings of the run."""
         cost = self.estimate
         activations = cost.activations
-        if self.model is None or self.as_set is None or activations is None:
+        if self._model is None or self.as_set is None or activations is None:
             return cost
         # FSDP and DeepSpeed cast the weights that a layer computes with
         dtype = self.autocast if self.autocast and self.zero_stage else self.dtype
-        counted = count_bytes(self.model, dtype=dtype, autocast=self.autocast)
+        counted = count_bytes(self._model, dtype=dtype, autocast=self.autocast)
         as_set = self.as_set
         if counted is None or len(counted.order) != activations.layers:
             as_set = activations.as_set
@@ -172,7 +119,7 @@ class CostSubject:
             imbalance = 1.0 if cost.experts is None else cost.experts.imbalance
             activations = counted.in_place_of(activations, self.shape_in_training, imbalance)
             cost = replace(cost, token_bytes=activations.token_bytes(as_set))
-        activations = replace(activations, as_set=as_set, host_bytes=self.host_bytes)
+        activations = replace(activations, as_set=as_set, host_bytes=self._host_bytes)
         return replace(cost, activations=activations)
 
     def seconds_digest(self) -> str:

@@ -128,7 +128,7 @@ class ModelPlanning:
         self._reason_of_model = reason_as_set or layers.reason_without_choices
         self._lowered = lowered
         self._costs = costs = setup.costs
-        subject = CostSubject.of(
+        subject = CostSubject(
             base,
             setup.accelerator,
             communicator.topology,

@@ -108,7 +108,7 @@ class PipelineEngine(FlexSeqEngine):
 
         # 2. what the cost model of the whole is to be made for, then this rank's stage of it
         whole = model if stage_of(model) is None else class_copy(model, dtype=model.dtype)
-        self._cost_subject = CostSubject.of(whole, accelerator, communicator.topology)
+        self._cost_subject = CostSubject(whole, accelerator, communicator.topology)
         self._cost: CostModel | None = None  # found when training begins
         self._costs_of_run: PipelineCost | None = None  # made with the figures of its first step
         self.stage: Stage = stage_of(model) or cut(
