@@ -18,7 +18,7 @@ The configuration comes first, since it gives reasons in words that a user can a
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
@@ -43,7 +43,7 @@ from hf_flexseq.hf.model.layer_kinds import (
 )
 from hf_flexseq.hf.model.layer_memory import decoder_of
 from hf_flexseq.hf.model.positions import unsuitable_count, unsuitable_positions
-from hf_flexseq.hf.model.recurrent import RecurrentCall, mixers
+from hf_flexseq.hf.model.recurrent import mixers
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
     OPTION,
@@ -433,20 +433,12 @@ def _recurrent_contradiction(run: MixerRun, layers: Sequence[Layer]) -> str | No
 _ONE_SCAN = "hf_flexseq computes convolutions of one width before one scan, or convolutions alone"
 
 
-def _shape_of(calls: Sequence[RecurrentCall]) -> RecurrentShape | None:
+def _shape_of(calls: Sequence[RecurrentShape]) -> RecurrentShape | None:
     """Return the sizes of a mixer's calls: convolutions of one width and at most one scan."""
     convolutions = [call for call in calls if call.kind == "convolution"]
     scans = [call for call in calls if call.kind != "convolution"]
     widths = {call.width for call in convolutions}
     if len(scans) > 1 or len(widths) != 1:
         return None
-    first = scans[0] if scans else convolutions[0]
-    return RecurrentShape(
-        kind=first.kind,
-        key_heads=first.key_heads,
-        value_heads=first.value_heads,
-        key_dim=first.key_dim,
-        value_dim=first.value_dim,
-        width=widths.pop(),
-        channels=sum(call.channels for call in convolutions),
-    )
+    channels = sum(call.channels for call in convolutions)
+    return replace((scans or convolutions)[0], width=widths.pop(), channels=channels)

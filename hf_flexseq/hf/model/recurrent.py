@@ -24,7 +24,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -39,6 +38,7 @@ from hf_flexseq.attention.recurrent import (
     mamba2_scan,
 )
 from hf_flexseq.attention.recurrent.rows import RecurrentContext
+from hf_flexseq.base.layers import RecurrentShape
 
 Function = Callable[..., Any]
 
@@ -47,28 +47,13 @@ class UnsupportedRecurrence(NotImplementedError):
     """A recurrent layer asks for something that `flexseq` does not compute."""
 
 
-class RecurrentCall(NamedTuple):
-    """The kind and the sizes that a layer asks for in one call of a recurrent function."""
-
-    kind: str
-    """One of `layers.RECURRENT_KINDS`."""
-    key_heads: int = 0
-    value_heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    width: int = 0
-    """Rows that a convolution reads, including the token's own."""
-    channels: int = 0
-    """Columns of a convolution's rows."""
-
-
 @runtime_checkable
 class NotesCalls(Protocol):
     """Replaces the context in a trial, which only notes the calls of a model's layers
     (`trial.py`)."""
 
-    def note_recurrent(self, call: RecurrentCall) -> None:
-        """Note a call, without computing anything."""
+    def note_recurrent(self, call: RecurrentShape) -> None:
+        """Note the sizes of a call, without computing anything."""
 
 
 # ---- which functions a model has
@@ -123,63 +108,44 @@ def attach_recurrent(model: nn.Module) -> ExitStack:
         for scope, name in mixer.functions:
             functions[id(scope), name] = (scope, name)
     for scope, name in functions.values():
-        _replace(scope, name)
-        attached.callback(_put_back, scope, name)
+        with _lock:
+            dispatcher = scope[name]
+            if not isinstance(dispatcher, _Dispatcher):
+                scope[name] = dispatcher = _Dispatcher(name, dispatcher)
+            dispatcher.models += 1
+        attached.callback(_put_back, scope, dispatcher)
     return attached
 
 
-@dataclass(slots=True)
-class _Replaced:
-    """A function of a module of transformers that a dispatcher stands for."""
-
-    original: Function
-    dispatcher: Function
-    models: int = 0
-    """Number of attached models."""
-
-
-_replaced: dict[tuple[int, str], _Replaced] = {}  # by id of the globals, and name
 _lock = threading.Lock()  # ranks may be threads
 
 
-def _replace(scope: dict[str, Any], name: str) -> None:
-    """Put a dispatcher instead of a global, for one more model."""
-    with _lock:
-        replaced = _replaced.get((id(scope), name))
-        if replaced is None:
-            original = scope[name]
-            replaced = _Replaced(original, _dispatcher(name, original))
-            _replaced[id(scope), name] = replaced
-            scope[name] = replaced.dispatcher
-        replaced.models += 1
+class _Dispatcher:
+    """Stands for a function of a module of transformers, for all attached models."""
+
+    def __init__(self, name: str, original: Function) -> None:
+        self.original = original
+        self.models = 0
+        """Number of attached models."""
+        self._compute = _DISPATCHED[name]
+        # The function may be a module of the `kernels` package, with attributes not to be copied.
+        self.__name__ = self.__qualname__ = name
+        self.__doc__ = original.__doc__
+
+    def __call__(self, *args: Any, seq_ctx: Any = None, **kwargs: Any) -> Any:
+        """Compute the function on a micro-batch, or call the original without `seq_ctx`."""
+        if seq_ctx is None:
+            return self.original(*args, **kwargs)
+        return self._compute(*args, seq_ctx=seq_ctx, **kwargs)
 
 
-def _put_back(scope: dict[str, Any], name: str) -> None:
+def _put_back(scope: dict[str, Any], dispatcher: _Dispatcher) -> None:
     """Put the original back, when no model needs the dispatcher any more."""
     with _lock:
-        replaced = _replaced[id(scope), name]
-        replaced.models -= 1
-        if replaced.models:
-            return
-        del _replaced[id(scope), name]
-        if scope[name] is replaced.dispatcher:  # else another wrapper was put around it
-            scope[name] = replaced.original
-
-
-def _dispatcher(name: str, original: Function) -> Function:
-    """Return the dispatcher that replaces a function of this name."""
-    compute = _DISPATCHED[name]
-
-    def dispatch(*args: Any, seq_ctx: Any = None, **kwargs: Any) -> Any:
-        if seq_ctx is None:
-            return original(*args, **kwargs)
-        return compute(*args, seq_ctx=seq_ctx, **kwargs)
-
-    # The function may be a module of the `kernels` package, whose attributes are not to be copied.
-    dispatch.__name__ = name
-    dispatch.__qualname__ = name
-    dispatch.__doc__ = original.__doc__
-    return dispatch
+        dispatcher.models -= 1
+        # else another wrapper was put around it
+        if not dispatcher.models and scope[dispatcher.__name__] is dispatcher:
+            scope[dispatcher.__name__] = dispatcher.original
 
 
 # ---- what dispatchers compute
@@ -199,7 +165,7 @@ def _convolution(
     _refuse_states("causal_conv1d_fn", kwargs)
     channels, width = weight.shape
     if isinstance(seq_ctx, NotesCalls):
-        seq_ctx.note_recurrent(RecurrentCall("convolution", width=width, channels=channels))
+        seq_ctx.note_recurrent(RecurrentShape(kind="convolution", width=width, channels=channels))
         return torch.empty_like(hidden_states)
     given = hidden_states.dtype
     dtype = _convolution_dtype(hidden_states, weight)
@@ -211,6 +177,20 @@ def _convolution(
         if activation is not None:
             out = ACT2FN[activation](out)
     return out.to(given).t().unsqueeze(0)  # -> [1, channels, tokens]
+
+
+def _scan(kind: str, keys: torch.Tensor, values: torch.Tensor) -> RecurrentShape:
+    """Return the sizes of a scan, without those of a convolution before it. keys, values: each
+    [1, tokens, heads, size]."""
+    return RecurrentShape(
+        kind=kind,
+        key_heads=keys.shape[2],
+        value_heads=values.shape[2],
+        key_dim=keys.shape[3],
+        value_dim=values.shape[3],
+        width=0,
+        channels=0,
+    )
 
 
 def _convolution_dtype(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
@@ -245,8 +225,7 @@ def _delta(
     [1, tokens, heads, V], g and beta -> [1, tokens, heads, V] and None for the final state."""
     _refuse_states(kind.replace("_", " "), kwargs)
     if isinstance(seq_ctx, NotesCalls):
-        sizes = (key.shape[2], value.shape[2], key.shape[3], value.shape[3])
-        seq_ctx.note_recurrent(RecurrentCall(kind, *sizes))
+        seq_ctx.note_recurrent(_scan(kind, key, value))
         return torch.empty_like(value), None
     with _without_autocast(query):
         # [1, tokens, ...] -> [tokens, ...]
@@ -275,8 +254,7 @@ def _mamba2(
     dt_bias [heads], B and C [1, tokens, groups, N] -> [1, tokens, heads, P]."""
     _refuse_states("mamba2_chunk_scan", {"z": z, **kwargs})
     if isinstance(seq_ctx, NotesCalls):
-        sizes = (B.shape[2], hidden_states.shape[2], B.shape[3], hidden_states.shape[3])
-        seq_ctx.note_recurrent(RecurrentCall("mamba2", *sizes))
+        seq_ctx.note_recurrent(_scan("mamba2", B, hidden_states))
         return torch.empty_like(hidden_states)
     with _without_autocast(hidden_states):
         out = mamba2_scan(

@@ -33,12 +33,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_flexseq.base.layers import FULL, Reach
+from hf_flexseq.base.layers import FULL, Reach, RecurrentShape
 from hf_flexseq.hf.model.attention import Asked, UnsupportedAttention, number_of, read_call
 from hf_flexseq.hf.model.liger import without_liger
 from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.recurrent import (
-    RecurrentCall,
     UnsupportedRecurrence,
     attach_recurrent,
     mixers,
@@ -106,7 +105,7 @@ class MixerRun:
     """Class of the mixer."""
     layer: int | None
     """Its number in the model."""
-    calls: list[RecurrentCall] = field(default_factory=list)
+    calls: list[RecurrentShape] = field(default_factory=list)
     """Calls of recurrent functions, in their order; [] where it has hidden them."""
 
 
@@ -144,7 +143,7 @@ class Trial:
     keys: list[torch.Tensor] = field(default_factory=list)
     """Keys of the calls, which tell shared ones apart from equal ones."""
 
-    def note_recurrent(self, call: RecurrentCall) -> None:
+    def note_recurrent(self, call: RecurrentShape) -> None:
         """Take note of a call of the mixer that runs; `recurrent.py` calls this."""
         if not self.mixers:
             raise UnsupportedRecurrence("a recurrent function is called outside of its mixer")
