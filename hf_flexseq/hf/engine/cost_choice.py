@@ -18,13 +18,14 @@ from hf_flexseq.hf.model.facts import (
     adapters_beside_shards,
     autocast_dtype,
     computing_parameter,
+    elements,
     is_checkpointed,
     is_mostly_frozen,
     model_shape,
 )
 from hf_flexseq.hf.model.loss import has_chunkable_loss
 from hf_flexseq.hf.model.sharding import expert_group_size, replicas, unsharded_class, zero_stage
-from hf_flexseq.hf.model.towers import attention_of_tower, trained_parts
+from hf_flexseq.hf.model.towers import attention_of_tower, tower_parameters
 from hf_flexseq.memory.device import device_name, device_spec
 from hf_flexseq.plan.memory import MemoryChoice
 
@@ -59,7 +60,8 @@ class CostSubject:
         self.replicas = replicas(model, accelerator)
         self.expert_ranks = expert_group_size(model)
         self.adapters = adapters_beside_shards(model)
-        self.trained_tower = trained_parts(model)
+        of_tower = [p for p in tower_parameters(model) if p.requires_grad]
+        self.trained_in_tower = sum(map(elements, of_tower))
         self.tower_attention = attention_of_tower(model.config)
         self.has_chunked_loss = has_chunkable_loss(model)
         self.topology = topology
@@ -132,7 +134,7 @@ class CostSubject:
         return {
             "model": self.kind,
             "shape": asdict(self.shape),
-            "trained_tower": list(self.trained_tower),
+            "trained_tower": [self.trained_in_tower] if self.trained_in_tower else [],
             "attention_of_tower": self.tower_attention,
             "dtype": str(self.dtype),
             "autocast": str(self.autocast),

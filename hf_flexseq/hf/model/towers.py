@@ -66,39 +66,7 @@ def _text_parts(model: PreTrainedModel) -> list[nn.Module]:
     return [part for part in parts if part is not None]
 
 
-ADAPTERS = "adapters"
-"""Stands for all adapters in the names of trained parts."""
-_ADAPTED = "base_layer"  # PEFT's name of what an adapter is around,
-_COPIED = "original_module"  # and of what a trained copy is taken instead of
-
-
-def trained_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the outermost modules of the towers whose parameters are all trained,
-    and of single parameters in others; ADAPTERS for those that PEFT has put around modules."""
-    of_tower = {id(parameter) for parameter in tower_parameters(model)}
-    trained = {name: p.requires_grad and id(p) in of_tower for name, p in model.named_parameters()}
-    if not any(trained.values()):
-        return ()
-    return tuple(dict.fromkeys(_parts_of(model, "", trained)))
-
-
-def _parts_of(module: nn.Module, path: str, trained: dict[str, bool]) -> Iterator[str]:
-    """Yield the names of a module's trained parts, as `trained_parts` does. path: its name with a
-    dot, "" for the model. trained: by name of a parameter of the model."""
-    own = [value for name, value in trained.items() if name.startswith(path)]
-    if not any(own):
-        return
-    if hasattr(module, _ADAPTED):
-        yield ADAPTERS
-        return
-    if all(own) or hasattr(module, _COPIED):
-        yield path.removesuffix(".")
-        return
-    for name, _ in module.named_parameters(recurse=False):
-        if trained.get(f"{path}{name}"):
-            yield f"{path}{name}"
-    for name, child in module.named_children():
-        yield from _parts_of(child, f"{path}{name}.", trained)
+_ADAPTED = "base_layer"  # PEFT's name of what an adapter is around
 
 
 def tower_shape(model: nn.Module) -> TowerShape | None:
