@@ -5,7 +5,6 @@ computes of it depends on the tokens before it alone, and where the loss counts 
 have it.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,36 +35,14 @@ def reason_not_shared(
         return "shared_prefixes='off'"
     if not PLANNERS[args.planner].takes_units:
         return f"planner={args.planner!r} plans rows"
-    for find in _REASONS:
-        reason = find(model, base)
-        if reason is not None:
-            return reason
-    return None
-
-
-def _dropout(model: nn.Module, base: PreTrainedModel) -> str | None:
-    name = dropout_module(model)
-    if name is None:
-        return None
-    return f"{name} draws dropout, once for a shared token instead of once for each row"
-
-
-def _noise(model: nn.Module, base: PreTrainedModel) -> str | None:
-    option = noisy_option(base.config)
-    return None if option is None else f"{option} adds noise, once for a shared token"
-
-
-def _lengths(model: nn.Module, base: PreTrainedModel) -> str | None:
+    name, option = dropout_module(model), noisy_option(base.config)
+    if name is not None:
+        return f"{name} draws dropout, once for a shared token instead of once for each row"
+    if option is not None:
+        return f"{option} adds noise, once for a shared token"
     if LENGTHS in needed_columns(base):
         return "the rotary embedding depends on the length of the whole row"
     return None
-
-
-_REASONS: tuple[Callable[[nn.Module, PreTrainedModel], str | None], ...] = (
-    _dropout,
-    _noise,
-    _lengths,
-)
 
 
 # ---- noise that nothing announces
