@@ -40,39 +40,16 @@ def padded_collator(given: Any, ours: DataCollatorForFlexSeq) -> Any:
 # ---- the dataloader
 
 
-class EpochBatches:
-    """Bounds the iterators of a loader by its length.
+class TrainingData:
+    """The dataloader of one training: keeps batches on the host until training ends, and bounds
+    each epoch by the loader's length.
 
     The Trainer asks an iterator for that many batches and no more, while steps that are planned
     ahead would ask until it ends. A loader may count its ends, as accelerate's do, and shuffle by
     that count; those that the Trainer tells the epoch (`set_epoch`) shuffle by the epoch instead,
-    and are left alone. A chain of loaders does not get it.
+    and are left alone. A chain of loaders does not get it. Without `even_batches` ranks draw
+    different numbers of batches until the last one is done.
     """
-
-    def __init__(self, dataloader: Any) -> None:
-        self._length: int | None = None  # no bound
-        if not hasattr(dataloader, "set_epoch") and has_length(dataloader):
-            self._length = len(dataloader)
-        self._unbounded: Iterator[Any] | None = None
-        self._bounded: Iterator[Any] = iter(())
-
-    def of(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return the iterator that stands for `iterator`, the same one every time."""
-        if iterator is not self._unbounded:
-            self._unbounded = iterator
-            self._bounded = islice(iterator, self._length)
-        return self._bounded
-
-    def forget(self) -> None:
-        """Drop the last iterator, as the Trainer does at the end: this stops its workers. The
-        garbage collector may come too late for its queues, and wait 5 s for each worker."""
-        self._unbounded = None
-        self._bounded = iter(())
-
-
-class TrainingData:
-    """Keeps batches on the host until training ends, and bounds each epoch by the loader's length.
-    Without `even_batches` ranks draw different numbers of batches until the last one is done."""
 
     def __init__(self, trainer: Trainer, engine: FlexSeqEngine, dataloader: Any) -> None:
         self._trainer: Any = trainer
@@ -81,7 +58,10 @@ class TrainingData:
         self._has_drawn = False
         self.loader = LongestLoader.over(dataloader, engine.communicator)
         """The loader that the Trainer is to iterate over."""
-        self._epochs = EpochBatches(self.loader)
+        is_bounded = not hasattr(self.loader, "set_epoch") and has_length(self.loader)
+        self._length = len(self.loader) if is_bounded else None
+        # the last iterator of the loader, and what stands for it
+        self._epoch: tuple[Iterator[Any], Iterator[Any]] | None = None
 
     @classmethod
     @contextmanager
@@ -94,16 +74,20 @@ class TrainingData:
             try:
                 yield data
             finally:
-                data._epochs.forget()
+                # As the Trainer does at the end: this stops its workers. The garbage collector
+                # may come too late for its queues, and wait 5 s for each worker.
+                data._epoch = None
 
     def batches(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return the iterator that stands for `epoch_iterator`. Collective over the world."""
+        """Return the iterator that stands for `epoch_iterator`, the same one every time.
+        Collective over the world."""
         self.check_accumulation()
-        epoch = self._epochs.of(epoch_iterator)
+        if self._epoch is None or self._epoch[0] is not epoch_iterator:
+            self._epoch = (epoch_iterator, islice(epoch_iterator, self._length))
         if not self._has_drawn:
             self._has_drawn = True
             self._choose_lookahead()
-        return epoch
+        return self._epoch[1]
 
     def check_accumulation(self) -> None:
         """Raise ValueError if a callback has changed the accumulation during training."""
