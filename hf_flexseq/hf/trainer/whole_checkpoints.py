@@ -36,16 +36,16 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_flexseq.base.patches import Patch
-from hf_flexseq.base.values import fields_of, whole
+from hf_flexseq.base.records import Constants, Whole
 from hf_flexseq.checkpoints.manifest import (
     MANIFEST,
     MARKER,
@@ -140,9 +140,6 @@ def _remove_torn(folder: Path) -> None:
         if other != folder and is_torn(other):
             logger.warning("%s is removed: saving was interrupted", other)
             shutil.rmtree(other, ignore_errors=True)
-
-
-logger = logging.getLogger(__name__)
 
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
@@ -275,16 +272,18 @@ def warn_without_optimizer(folder: str, communicator: Communicator) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Factors:
+class Factors(Constants):
     """Factors of the number of samples in an optimizer step."""
 
-    batch: int
+    what: ClassVar[str] = "factors of an optimizer step"
+
+    batch: Whole
     """`per_device_train_batch_size`."""
 
-    accumulation: int
+    accumulation: Whole
     """`gradient_accumulation_steps`."""
 
-    processes: int
+    processes: Whole
 
     @classmethod
     def of(cls, trainer: Trainer) -> "Factors":
@@ -300,17 +299,6 @@ class Factors:
     def samples(self) -> int:
         """Samples of an optimizer step."""
         return self.batch * self.accumulation * self.processes
-
-    def to_record(self) -> dict[str, int]:
-        """Return the factors as plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Any) -> "Factors":
-        """Inverse of `to_record`. Raises ValueError for an invalid record."""
-        names = ("batch", "accumulation", "processes")
-        fields = fields_of(record, "factors of an optimizer step", needed=names)
-        return cls(**{name: whole(name, fields[name], least=1) for name in names})
 
     def __str__(self) -> str:
         return (
