@@ -101,7 +101,7 @@ def figures_and_gradients(rank, world_size, policy=None):
         found = figures_of_logits(model(input_ids=ids).logits[0], targets[0])
     else:
         head = TokenFigures(model)
-        head.attach()
+        head.attached(whole_model=None, answer=None)
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model.lm_head, mp_policy=policy)

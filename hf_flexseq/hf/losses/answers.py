@@ -122,11 +122,9 @@ class Answers:
             with self.pausing(False):
                 yield
             return
-        self._running = model
         trainer = self._trainer
         with ExitStack() as answered:
-            answered.callback(setattr, self, "_running", None)
-            answered.enter_context(self.pausing(False))
+            answered.enter_context(Patch(self, _running=model, _is_paused=False))
             answered.enter_context(
                 answered_by(trainer.model, self.answer_of_policy, is_paused=self._paused)
             )
@@ -173,26 +171,16 @@ class Answers:
                 return function(outputs, labels, *args, **kwargs)
 
             patches["compute_loss_func"] = on_labels
-        former = self._labels
-        if self._head.is_own:
-            self._labels = batch.get("labels")
-        try:
-            with Patch(self._trainer, **patches):
-                yield
-        finally:
-            self._labels = former
+        labels = batch.get("labels") if self._head.is_own else self._labels
+        with Patch(self._trainer, **patches), Patch(self, _labels=labels):
+            yield
 
     def _paused(self) -> bool:
         return self._is_paused
 
-    @contextmanager
-    def pausing(self, is_paused: bool) -> Iterator[None]:
-        """Leave calls to the models themselves inside the block, or answer them again."""
-        former, self._is_paused = self._is_paused, is_paused
-        try:
-            yield
-        finally:
-            self._is_paused = former
+    def pausing(self, is_paused: bool) -> Patch:
+        """Leave calls to the models themselves inside a block, or answer them again."""
+        return Patch(self, _is_paused=is_paused)
 
     def answer_of_policy(self, given: dict[str, Any]) -> Any:
         """Return the trained model's result for these keyword arguments, or the result of the

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine.loaders import LoaderState
 from hf_flexseq.hf.losses.answers import POLICY, Answers
@@ -115,7 +116,7 @@ class BatchLosses:
         last = len(self.batches) - 1
         with (
             self._answers.answering(self._model),
-            self._backward_to_figures(),
+            Patch(self._trainer.accelerator, backward=self._end_at_figures),
             no_gradients_yet(self._trainer, self._model),
         ):
             for index, batch in enumerate(self.batches):
@@ -151,20 +152,11 @@ class BatchLosses:
         steps = trainer.state.global_step - trainer._globalstep_last_logged
         return filtered(loss, before=trainer._tr_loss + self.logged, steps=steps)
 
-    @contextmanager
-    def _backward_to_figures(self) -> Iterator[None]:
-        """Let the trainer's backward end at the figures, without fp16 scaling or DeepSpeed."""
-        accelerator = self._trainer.accelerator
-        accelerator.backward = self._end_at_figures
-        try:
-            yield
-        finally:
-            del accelerator.backward
-
     def _end_at_figures(self, loss: torch.Tensor, **options: Any) -> None:
         """Run backward of a loss, a scalar, to the figures, and to whatever else it depends on,
-        without the hooks with which DDP and ZeRO reduce a parameter's gradient. Raises
-        NotImplementedError for parameters that FSDP2 has gathered."""
+        without fp16 scaling and DeepSpeed, and without the hooks with which DDP and ZeRO reduce a
+        parameter's gradient. Raises NotImplementedError for parameters that FSDP2 has
+        gathered."""
         if not loss.requires_grad:  # a batch has nothing to learn
             return
         leaves = leaves_of(loss)

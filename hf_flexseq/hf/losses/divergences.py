@@ -23,6 +23,7 @@ one pass suffices.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.attention import SequenceContext
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.attachments import on_micro_batches
@@ -79,10 +81,6 @@ class Divergences:
         # of the call on the source rank: True if it has got figures instead of hidden states
         self._is_answered = False
 
-    def attach(self) -> list[Any]:
-        """Leave the student as it is; see `attached`."""
-        return []
-
     @property
     def _teacher(self) -> PreTrainedModel:
         return base_model(self._unwrapped_teacher())
@@ -98,10 +96,8 @@ class Divergences:
         student."""
         from trl.trainer import distillation_trainer as module
 
-        trainer = self._trainer
-        self._context_of = whole_model.beside(self._teacher)
-        self._answer = answer
-        own = module.ChunkedDivergenceFunction
+        contexts = whole_model.beside(self._teacher)
+        divergences = partial(self._divergences, module.ChunkedDivergenceFunction.apply)
         self._vision = None
         with ExitStack() as attached:
             attached.enter_context(on_micro_batches(self._teacher))
@@ -109,16 +105,14 @@ class Divergences:
                 with suppress(UnsupportedImages):  # it distills text
                     self._vision = VisionModel(self._teacher)
                     attached.enter_context(self._vision.attached())
-            trainer._get_last_hidden_state = self._hidden_states
-            trainer._forward_redirection = self._redirected
-            module.ChunkedDivergenceFunction = _Divergence(partial(self._divergences, own.apply))
-            try:
-                yield
-            finally:
-                module.ChunkedDivergenceFunction = own
-                trainer._forward_redirection = self._redirect
-                del trainer._get_last_hidden_state
-                self._context_of = self._answer = None
+            for patch in (
+                Patch(self, _context_of=contexts, _answer=answer),
+                Patch(self._trainer, _get_last_hidden_state=self._hidden_states),
+                Patch(self._trainer, _forward_redirection=self._redirected),
+                Patch(module, ChunkedDivergenceFunction=SimpleNamespace(apply=divergences)),
+            ):
+                attached.enter_context(patch)
+            yield
 
     # ---- what TRL's `_compute_loss` gets
 
@@ -196,7 +190,7 @@ class Divergences:
         given: its arguments; first hidden states [positions, width], or figures [positions, 2]."""
         if self._row is not None:
             divergence, entropy = own(*given)
-            self._found = {"divergence": self._of_tokens(divergence)}
+            self._found["divergence"] = self._of_tokens(divergence)
             self._found["entropy"] = self._of_tokens(entropy)
             return divergence, entropy
         if self._is_answered:
@@ -246,13 +240,9 @@ class Divergences:
             "completion_ids": ids,
             "completion_mask": targets.to(ids.dtype),
         }
-        self._row, self._targets = row, targets.squeeze(0)
-        try:
+        with Patch(self, _row=row, _targets=targets.squeeze(0)), Patch(self, _found={}):
             self._trainer._compute_loss(student, batch, None)
             return self._found
-        finally:
-            self._row = self._targets = None
-            self._found = {}
 
     def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> torch.Tensor:
         """Return figures instead of hidden states: [B, kept, 2], divergences and entropies."""
@@ -284,13 +274,6 @@ class Divergences:
             weight[:, -mask.shape[1] - 1 : -1] = mask / items
             parts.append(call.in_row(weight).cpu())
         return {"divergence": torch.cat(parts)}
-
-
-class _Divergence:
-    """Replaces TRL's autograd function."""
-
-    def __init__(self, apply: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.apply = apply
 
 
 def _check_version() -> None:

@@ -8,6 +8,7 @@ Divergences         of a student from a teacher (`divergences.py`)
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.losses.divergences import Divergences
+from hf_flexseq.hf.engine.whole_model import WholeModel
+from hf_flexseq.hf.losses.divergences import Answer, Divergences
 from hf_flexseq.hf.losses.outputs import MEANS, PlannedOutput, PlannedSmoother
 from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
@@ -59,8 +61,9 @@ class Head(Protocol):
     is_own: bool
     """True if code of the user's takes part in the loss."""
 
-    def attach(self) -> list[Any]:
-        """Prepare the model; return the hooks, which undo it when they are removed."""
+    def attached(self, whole_model: WholeModel, answer: Answer) -> AbstractContextManager[Any]:
+        """Prepare the model for planned calls inside a block. Collective over the world. answer:
+        answers padded calls of the model."""
 
     def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these arguments. Raises NotImplementedError if it has no answer."""
@@ -92,7 +95,27 @@ def head_of(trainer: Any) -> Head:
     return TokenFigures(model, getattr(trainer, FIGURES, None), smooths=smooths, ranks=ranks)
 
 
-class LogProbabilities:
+class OfLabels:
+    """The part that heads of causal language models share: sums of routers for a router loss."""
+
+    def __init__(self, model: PreTrainedModel, *, has_router_loss: bool) -> None:
+        self._model = model
+        self._has_router_loss = has_router_loss
+        self._router: RouterSums | None = None  # while the head is attached
+
+    def attached(self, whole_model: WholeModel, answer: Answer) -> AbstractContextManager[Any]:
+        """Count for a router loss inside a block, if there is one."""
+        if not self._has_router_loss:
+            return nullcontext()
+        self._router = RouterSums(self._model)
+        return self._router.attached
+
+    def _sums(self) -> Columns:
+        """Return the sums of the routers in the last call; none of a reference model."""
+        return {} if self._router is None else self._router.take() or {}
+
+
+class LogProbabilities(OfLabels):
     """Figures of the head that TRL puts on a model (`add_fused_lm_head`), which computes them tile
     by tile, with the trainer's temperature and the model's own scale and cap of logits."""
 
@@ -105,17 +128,8 @@ class LogProbabilities:
     ) -> None:
         """has_router_loss: True if the trainer's loss includes a router loss. is_own: True if code
         of the user's takes part in the loss, which may call the model without TRL's head."""
-        self._model = model
+        super().__init__(model, has_router_loss=has_router_loss)
         self.is_own = is_own
-        self._has_router_loss = has_router_loss
-        self._router: RouterSums | None = None  # while the head is attached
-
-    def attach(self) -> list[Any]:
-        """Attach counters for a router loss, if there is one; return the hooks to remove later."""
-        if not self._has_router_loss:
-            return []
-        self._router = RouterSums(self._model)
-        return self._router.hooks
 
     def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these arguments. Raises NotImplementedError for logits."""
@@ -140,9 +154,7 @@ class LogProbabilities:
             value = getattr(outputs, name)
             if value is not None:
                 figures[name] = value.squeeze(0)  # [1, tokens] -> [tokens]
-        if self._router is not None:
-            figures.update(self._router.take() or {})  # none of a reference model
-        return figures
+        return figures | self._sums()
 
     def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:
         """Return TRL's output, or ours for a call without TRL's head, whose fields are [B, S - 1]:
@@ -166,7 +178,7 @@ class LogProbabilities:
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-class TokenFigures:
+class TokenFigures(OfLabels):
     """Log-probabilities of labels, and entropies, of a causal language model as it is: chunk by
     chunk inside its own head (`model/loss.py`), or from whole logits if the model scales or caps
     them, or if the user makes further figures of them."""
@@ -184,25 +196,19 @@ class TokenFigures:
     ) -> None:
         """own: makes the user's figures of a micro-batch, if there are any. smooths: True if the
         loss smooths labels. ranks: of the job."""
-        self._model = model
+        super().__init__(model, has_router_loss=asks_for_router_loss(model))
         self._ranks = ranks
         self._own = own
         self._chunked: ChunkedLoss | None = None
         self._of_labels = ("log_probs", "entropy", *((MEANS,) if smooths else ()))
-        has_router_loss = asks_for_router_loss(model)
-        self.totals: tuple[str, ...] = TOTALS if has_router_loss else ()
-        self._always = (*self._of_labels, *((PROBABILITIES,) if has_router_loss else ()))
+        self.totals: tuple[str, ...] = TOTALS if self._has_router_loss else ()
+        self._always = (*self._of_labels, *((PROBABILITIES,) if self._has_router_loss else ()))
         self.differentiable: tuple[str, ...] = self._always
-        self._router: RouterSums | None = None  # while the head is attached
 
-    def attach(self) -> list[Any]:
-        """Find the chunked loss that the engine has attached to the model; return the hooks of
-        counters for a router loss."""
+    def attached(self, whole_model: WholeModel, answer: Answer) -> AbstractContextManager[Any]:
+        """Find the chunked loss that the engine has attached to the model, too."""
         self._chunked = attach_chunked_loss(self._model)
-        if not self.totals:
-            return []
-        self._router = RouterSums(self._model)
-        return self._router.hooks
+        return super().attached(whole_model, answer)
 
     def read(self, given: Mapping[str, Any]) -> ModelCall:
         """Return the call with these keyword arguments."""
@@ -217,10 +223,7 @@ class TokenFigures:
         of the routers. If log-probabilities alone have weights, the head finishes its gradients in
         the forward."""
         known = weights.get(self.main) if weights is not None and len(weights) == 1 else None
-        figures = self._of_tokens(model, inputs, known)
-        if self._router is not None:
-            figures.update(self._router.take() or {})
-        return figures
+        return self._of_tokens(model, inputs, known) | self._sums()
 
     def _of_tokens(
         self, model: nn.Module, inputs: Inputs, d_log_probs: torch.Tensor | None
@@ -344,9 +347,9 @@ class Classes:
         self._model = model
         self._scores: torch.Tensor | None = None  # [1, tokens, labels] of the call that runs
 
-    def attach(self) -> list[Any]:
-        """Make the model return all tokens' logits on micro-batches; return the hooks."""
-        return [self._model.register_forward_hook(self._with_all_scores, with_kwargs=True)]
+    def attached(self, whole_model: WholeModel, answer: Answer) -> AbstractContextManager[Any]:
+        """Make the model return all tokens' logits on micro-batches inside a block."""
+        return self._model.register_forward_hook(self._with_all_scores, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: Any, scores: torch.Tensor) -> None:
         self._scores = scores
@@ -368,11 +371,8 @@ class Classes:
     def forward(self, model: nn.Module, inputs: Inputs, weights: Columns | None = None) -> Columns:
         """Run a micro-batch: return the logits of its tokens, [tokens, labels]."""
         # after the hooks of ZeRO-3, which puts what its backward needs into the head's output
-        noting = self._model.score.register_forward_hook(self._note)
-        try:
+        with self._model.score.register_forward_hook(self._note):
             outputs = model(**without_labels(inputs), use_cache=False)
-        finally:
-            noting.remove()
         return {"logits": outputs.logits.squeeze(0)}  # [1, tokens, labels] -> [tokens, labels]
 
     def answer(self, call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Any:

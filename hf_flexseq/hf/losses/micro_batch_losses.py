@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.router import RouterLoss
 
 
@@ -39,8 +40,6 @@ class AddedRouterLoss:
             yield
             return
         trainer = self._trainer
-        own = vars(trainer)  # the user may have set `compute_loss` on the instance
-        former = own.get("compute_loss")
         own_loss = trainer.compute_loss
         # SFTTrainer's coefficient is not always the model's.
         adds_its_own = getattr(trainer, "aux_loss_enabled", False)
@@ -54,21 +53,12 @@ class AddedRouterLoss:
                 return (found[0] + factor * router.share(), *found[1:])
             return found + factor * router.share()
 
-        own["compute_loss"] = compute_loss
-        self._router = router
-        self._is_metric = adds_its_own
-        if adds_its_own:
-            trainer.aux_loss_enabled = False
-        try:
+        changes = {"aux_loss_enabled": False} if adds_its_own else {}
+        with (
+            Patch(trainer, compute_loss=compute_loss, **changes),
+            Patch(self, _router=router, _is_metric=adds_its_own),
+        ):
             yield
-        finally:
-            del own["compute_loss"]
-            if former is not None:
-                own["compute_loss"] = former
-            if adds_its_own:
-                trainer.aux_loss_enabled = True
-            self._router = None
-            self._is_metric = False
 
     def note(self, mode: str) -> None:
         """Append the router loss of a step to SFTTrainer's metrics. mode: "train" or "eval"."""

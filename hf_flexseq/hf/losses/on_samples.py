@@ -104,22 +104,16 @@ class LossOnSamples(StepLoss):
         self._is_attached = self._equals_reference = True
         policy = base_model(self._trainer.model)
         self.answers.begin()
-        hooks = self._head.attach()
-        self._trial.look(self._engine.whole_model)
+        whole_model = self._engine.whole_model
+        self._trial.look(whole_model)
+        reference = getattr(self._trainer, "ref_model", None)
         try:
-            with ExitStack() as attached:
-                reference = getattr(self._trainer, "ref_model", None)
-                takes_images = self._engine.whole_model.takes_images
-                attached.enter_context(
-                    attached_reference(reference, policy, takes_images=takes_images)
-                )
-                if isinstance(self._head, Divergences):
-                    answer = self.answers.answer_of_policy
-                    attached.enter_context(self._head.attached(self._engine.whole_model, answer))
+            with (
+                self._head.attached(whole_model, self.answers.answer_of_policy),
+                attached_reference(reference, policy, takes_images=whole_model.takes_images),
+            ):
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
             self._is_attached = False
             self.drawing.clear()
             self.answers.clear()

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.losses.prediction_checks import as_given, value_parts
@@ -65,14 +66,9 @@ class TokenPredictions:
         self._chunked: ChunkedLoss | None = None
         self._is_started = False
 
-    @contextmanager
-    def in_loop(self) -> Iterator[None]:
+    def in_loop(self) -> Patch:
         """Surround the Trainer's own loop, which is not to call the user's function again."""
-        self._trainer.preprocess_logits_for_metrics = None
-        try:
-            yield
-        finally:
-            self._trainer.preprocess_logits_for_metrics = self._function
+        return Patch(self._trainer, preprocess_logits_for_metrics=None)
 
     def predict(
         self, batch: Mapping[str, Any], forward: Forward
@@ -266,12 +262,9 @@ class _Reader:
     def of(self, model: PreTrainedModel, chunked: ChunkedLoss | None) -> Iterator[None]:
         """Read logits of a model's call inside the block: chunk by chunk inside its chunked loss,
         if it has one that computes the call, or else those that the model returns."""
-        hook = model.register_forward_hook(self._see_outputs)
-        try:
-            with nullcontext() if chunked is None else chunked.reading(self.see):
-                yield
-        finally:
-            hook.remove()
+        reading = nullcontext() if chunked is None else chunked.reading(self.see)
+        with model.register_forward_hook(self._see_outputs), reading:
+            yield
 
     def _see_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._seen:

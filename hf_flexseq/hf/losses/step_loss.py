@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.engine.dataset_checks import check_first_step
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.evaluation import EvaluationLoss, PlannedBatches
@@ -102,12 +103,9 @@ class StepLoss(ABC):
             yield self._evaluation_loader(dataloader)
             return
         check_predictions(self._trainer, self._engine.args.pipeline_parallel_size)
-        self._tokens = TokenPredictions(self._trainer, self._engine)
-        try:
-            with self._tokens.in_loop(), batches_on_host(dataloader):
-                yield CountedBatches(dataloader)
-        finally:
-            self._tokens = None
+        tokens = TokenPredictions(self._trainer, self._engine)
+        with Patch(self, _tokens=tokens), tokens.in_loop(), batches_on_host(dataloader):
+            yield CountedBatches(dataloader)
 
     @abstractmethod
     def _evaluation_loader(self, dataloader: Any) -> Any:

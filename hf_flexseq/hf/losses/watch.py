@@ -59,11 +59,9 @@ class LabelGuard:
                     "parts of samples: change them in the dataset or in the data_collator"
                 )
 
-        hook = base_model(self._trainer.model).register_forward_pre_hook(check, with_kwargs=True)
-        try:
+        base = base_model(self._trainer.model)
+        with base.register_forward_pre_hook(check, with_kwargs=True):
             yield
-        finally:
-            hook.remove()
 
 
 @contextmanager

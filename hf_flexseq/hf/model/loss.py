@@ -192,16 +192,14 @@ class ChunkedLoss:
         self._read: Read | None = None
         self._logged_backends: set[str] = set()
         self._attached = ExitStack()
+        attach = self._attached.enter_context
         for entry in entries:
-            begin = entry.register_forward_pre_hook(self._begin, with_kwargs=True)
-            self._attached.callback(begin.remove)
-        for entry in entries:
+            attach(entry.register_forward_pre_hook(self._begin, with_kwargs=True))
             # always_call: an exception leaves no targets behind.
-            end = entry.register_forward_hook(self._end, always_call=True)
-            self._attached.callback(end.remove)
-        self._attached.enter_context(Patch(head, forward=self._head_forward))
+            attach(entry.register_forward_hook(self._end, always_call=True))
+        attach(Patch(head, forward=self._head_forward))
         # what `model.loss_function = ...` sets
-        self._attached.enter_context(Patch(model, _loss_function=self._loss_function))
+        attach(Patch(model, _loss_function=self._loss_function))
 
     def detach(self) -> None:
         """Give the model its own loss back and leave nothing on it. A second call does nothing."""
@@ -220,11 +218,9 @@ class ChunkedLoss:
         entropies [B, S, 2] instead of logits, and an unused loss; with `with_means` also the means
         of all log-probabilities, [B, S, 3]. They bring the gradients; the yielded values are those
         before any cast of FSDP2's. d_log_probs: see `token_outputs`, [B * S]."""
-        self._figures = Figures(with_means=with_means, d_log_probs=d_log_probs)
-        try:
-            yield self._figures
-        finally:
-            self._figures = None
+        figures = Figures(with_means=with_means, d_log_probs=d_log_probs)
+        with Patch(self, _figures=figures):
+            yield figures
 
     def reading(self, read: Read) -> AbstractContextManager[None]:
         """Let `read` see the logits of calls with labels inside a block, chunk by chunk."""

@@ -30,7 +30,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS, try_head
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.kernels.upload import to_device
@@ -153,11 +154,12 @@ class RouterSums:
         self.facts = router_facts(model)
         self._sums: Columns | None = None  # of the last call
         backbone = model.base_model
-        self.hooks: list[Any] = [
-            backbone.register_forward_pre_hook(self._ask, with_kwargs=True),
-            backbone.register_forward_hook(self._note, with_kwargs=True),
-        ]
-        """Handles on the model; removing them detaches it."""
+        self.attached = ExitStack()
+        """Closing it leaves nothing on the model."""
+        ask = backbone.register_forward_pre_hook(self._ask, with_kwargs=True)
+        self.attached.enter_context(ask)
+        note = backbone.register_forward_hook(self._note, with_kwargs=True)
+        self.attached.enter_context(note)
 
     def take(self) -> Columns | None:
         """Return C and P of the last micro-batch, once; None without one."""
@@ -189,11 +191,9 @@ class RouterLoss:
         entries: set[nn.Module] = {base}
         if model is not base:  # some adapters call the model past its hooks
             entries.add(model.base_model)
-        self._hooks: list[Any] = [*self._of_model.hooks]
         for entry in entries:
-            self._hooks.append(
-                entry.register_forward_pre_hook(self._without_own, with_kwargs=True)
-            )
+            hook = entry.register_forward_pre_hook(self._without_own, with_kwargs=True)
+            self._of_model.attached.enter_context(hook)
         takes = inspect.signature(type(base).forward).parameters
         self._head_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._wrapped: nn.Module | None = None  # the model, as accelerate has wrapped it
@@ -216,9 +216,7 @@ class RouterLoss:
 
     def detach(self) -> None:
         """Leave nothing on the model. A second call does nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._of_model.attached.close()
         self._wrapped = None
 
     def _without_own(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -273,11 +271,9 @@ class RouterLoss:
     def noting(self) -> Iterator[Columns]:
         """Let shares be 0 inside the block, which runs a micro-batch without a backward; the block
         gets C and P of its tokens, [experts] each, by name."""
-        self._noted = {}
-        try:
-            yield self._noted
-        finally:
-            self._noted = None
+        noted: Columns = {}
+        with Patch(self, _noted=noted):
+            yield noted
 
     def weighted(self, sums: Columns) -> torch.Tensor:
         """Return the router loss of C and P, [experts] each, times its coefficient, a scalar."""

@@ -16,7 +16,7 @@ part of a sequence gives the model the rows of its own tokens, and the model its
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property
 from itertools import combinations
@@ -376,11 +376,8 @@ class VisionModel:
                 "trained while the tower is frozen: freeze both, or none"
             )
 
-        hook = self._inner.get_input_embeddings().register_forward_pre_hook(refuse)
-        try:
+        with self._inner.get_input_embeddings().register_forward_pre_hook(refuse):
             yield
-        finally:
-            hook.remove()
 
     def agree(self, modalities: Collection[str], cpu_group: CpuGroup) -> None:
         """Learn the form of the features of all `modalities` from the ranks that have encoded
@@ -395,14 +392,12 @@ class VisionModel:
 
     # ---- the model
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Give the model the features of each micro-batch inside the block."""
-        begin = self._inner.register_forward_pre_hook(self._give, with_kwargs=True)
-        try:
-            yield
-        finally:
-            begin.remove()
+    def attached(self) -> AbstractContextManager[Any]:
+        """Give the model the features of each micro-batch inside a block."""
+        hook: AbstractContextManager[Any] = self._inner.register_forward_pre_hook(
+            self._give, with_kwargs=True
+        )
+        return hook
 
     def _give(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
