@@ -442,11 +442,11 @@ class FlexSeqEngine:
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
-        return start_planner(self.whole_model.planning.job(), ahead=ahead)
+        return start_planner(self.whole_model.planning.job_of(None), ahead=ahead)
 
     def _forward_planner(self) -> Planner:
         """Make the planner of rank 0 for passes that have no backward, in place."""
-        return start_planner(self.whole_model.planning.job(trains=False), ahead=False)
+        return start_planner(self.whole_model.planning.job_of(None, trains=False), ahead=False)
 
     def _started(self, start: Callable[[], Planner]) -> Planner | None:
         """Return a new planner on rank 0, None elsewhere. Collective over the world."""

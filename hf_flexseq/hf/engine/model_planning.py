@@ -4,7 +4,7 @@ EngineSetup      the parts of an engine before it has seen a model
 ModelPlanning    the cost model, the tokens that memory leaves room for, FSDP2's figures
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from accelerate import Accelerator
@@ -216,24 +216,16 @@ class ModelPlanning:
         cost = self._lowered_cost(corrected_cost(self.cost, factors))
         return cost if self.reason_without_choices is None else replace(cost, activations=None)
 
-    def job(self, *, trains: bool = True) -> GroupsJob:
-        """Return the job of a planner, by all figures that steps have taught. trains: False for
-        passes that have no backward."""
-        return self._job_by(self.newest, trains=trains)
-
-    def job_of(self, number: int) -> GroupsJob:
-        """Return the job by which step `number` is planned."""
-        return self._job_by(self.factors_of(number))
-
-    def version_of(self, number: int | None) -> Hashable:
+    def version_of(self, number: int | None) -> Factors:
         """Return the factors of the cost model, which tell the jobs of steps apart. number: see
         `VersionedJob`."""
         return self.newest if number is None else self.factors_of(number)
 
-    def _job_by(self, factors: Factors, *, trains: bool = True) -> GroupsJob:
-        """Return a job by a cost model with these factors."""
+    def job_of(self, number: int | None, *, trains: bool = True) -> GroupsJob:
+        """Return the job by which step `number` is planned; for None, by all figures that steps
+        have taught. trains: False for passes that have no backward."""
         assert self._base is not None, "steps are planned of an attached model"
-        cost = self.cost_of_plans(factors)
+        cost = self.cost_of_plans(self.version_of(number))
         figures = self.fsdp.figures
         if figures is not None:
             factor = 1.0  # of the seconds of trips, which are part of a micro-batch's

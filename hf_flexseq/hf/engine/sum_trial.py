@@ -258,8 +258,7 @@ class TwoSequences:
             around.enter_context(torch.no_grad())
             if router is not None:
                 around.enter_context(router.noting())
-            hook = self._body.register_forward_hook(keep)
-            around.callback(hook.remove)
+            around.enter_context(self._body.register_forward_hook(keep))
             found = float(value(self._model, inputs))
         return Found(found, hidden[0] if hidden else None)
 

@@ -215,11 +215,6 @@ class WholeModel(AttachedModel):
         )
 
     @property
-    def takes_images(self) -> bool:
-        """True if the model takes images here."""
-        return self._images is not None
-
-    @property
     def images(self) -> ImageReader | None:
         """Reads the images of rows, or refuses them; None for a model of text."""
         return self.text_reader if self._images is None else self._images

@@ -101,7 +101,7 @@ class Divergences:
         self._vision = None
         with ExitStack() as attached:
             attached.enter_context(on_micro_batches(self._teacher))
-            if whole_model.takes_images:
+            if whole_model.vision is not None:
                 with suppress(UnsupportedImages):  # it distills text
                     self._vision = VisionModel(self._teacher)
                     attached.enter_context(self._vision.attached())

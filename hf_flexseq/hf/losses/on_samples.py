@@ -110,7 +110,7 @@ class LossOnSamples(StepLoss):
         try:
             with (
                 self._head.attached(whole_model, self.answers.answer_of_policy),
-                attached_reference(reference, policy, takes_images=whole_model.takes_images),
+                attached_reference(reference, policy, takes_images=whole_model.vision is not None),
             ):
                 yield
         finally:

@@ -78,7 +78,7 @@ class TokenPredictions:
         if not self._is_started:  # the engine has attached it by now, where the model is suitable
             self._chunked = attach_chunked_loss(base_model(self._trainer.model))
             self._is_started = True
-        takes_images = self._engine.whole_model.takes_images
+        takes_images = self._engine.whole_model.vision is not None
         predicted = PredictedBatch(self._trainer, batch, takes_images=takes_images)
         if not self._has_own_loss:
             predicted.leave_out_repeats()

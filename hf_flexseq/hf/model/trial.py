@@ -82,8 +82,6 @@ class Call(NamedTuple):
     """Class of the layer."""
     asked: Asked
     """Its reach and scores."""
-    query_heads: int
-    kv_heads: int
     head_dim: int
     """Size of a head of queries and keys."""
     value_dim: int
@@ -327,9 +325,7 @@ def _trial_attention(
             keys_of = index
             break
     seq_ctx.keys.append(key)
-    seq_ctx.calls.append(
-        Call(name, asked, heads, key.shape[1], head_dim, value.shape[-1], keys_of, dropout, blocks)
-    )
+    seq_ctx.calls.append(Call(name, asked, head_dim, value.shape[-1], keys_of, dropout, blocks))
     return query.new_empty(rows, tokens, heads, value.shape[-1]), None
 
 
