@@ -23,6 +23,9 @@ from transformers import Trainer
 from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.router import RouterLoss
 
+AUX_LOSS = "aux_loss"
+"""The figure of a step's router loss, which is no mean over micro-batches."""
+
 
 class AddedRouterLoss:
     """Adds each micro-batch's share of the step's router loss to its loss."""
@@ -63,10 +66,7 @@ class AddedRouterLoss:
     def note(self, mode: str) -> None:
         """Append the router loss of a step to SFTTrainer's metrics. mode: "train" or "eval"."""
         if self._is_metric and self._router is not None and self._router.value is not None:
-            self._trainer._metrics[mode]["aux_loss"].append(float(self._router.value))
-
-
-Weighted = list[tuple[Any, int]]  # values, numbers or tensors of one, with their target tokens
+            self._trainer._metrics[mode][AUX_LOSS].append(float(self._router.value))
 
 
 class TokenMeans:
@@ -74,51 +74,33 @@ class TokenMeans:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer
-        self._lengths: dict[str, int] = {}  # of the lists, when the step began
+        self._lengths: dict[str, int] = {}  # of the lists, when the step or evaluation began
+        self._targets: list[int] = []  # of each micro-batch since then
         self._counted: int | None = None  # tokens that SFTTrainer had counted then
-        self._evaluated: dict[str, Weighted] = {}  # of the evaluation that runs
 
     def begin(self, mode: str) -> None:
-        """Begin a step. mode: "train" or "eval"."""
+        """Begin a training step, or an evaluation of several steps. mode: "train" or "eval"."""
         self._lengths = {name: len(values) for name, values in self._lists(mode).items()}
+        self._targets = []
         self._counted = getattr(self._trainer, "_total_train_tokens", None)
 
-    def end_training(self, targets: Sequence[int], tokens: int) -> None:
-        """End a training step: each list has one value of it. tokens: of the step, over all ranks.
-        targets: of each micro-batch, in the order of the losses."""
+    def add(self, targets: Sequence[int]) -> None:
+        """Add a step. targets: of each micro-batch, in the order of the losses."""
+        self._targets += targets
+
+    def end(self, mode: str) -> None:
+        """End the step or the evaluation: each list has one value of it."""
+        for name, values in self._lists(mode).items():
+            own = values[self._lengths.get(name, 0) :]
+            if name != AUX_LOSS and own and len(own) == len(self._targets):
+                values[-len(own) :] = [_mean(own, self._targets)]
+
+    def count(self, tokens: int) -> None:
+        """Count the tokens of a training step, over all ranks."""
         lists = self._lists("train")
-        for name, values in self._taken("train", targets).items():
-            lists[name].append(_mean(values))
         if self._counted is not None and "num_tokens" in lists:
             self._trainer._total_train_tokens = self._counted + tokens
             lists["num_tokens"][:] = [self._counted + tokens]
-
-    def end_evaluating(self, targets: Sequence[int]) -> None:
-        """End an evaluation step, whose values wait for the other steps; see `end_training`."""
-        for name, values in self._taken("eval", targets).items():
-            self._evaluated.setdefault(name, []).extend(values)
-
-    def begin_evaluation(self) -> None:
-        """Begin an evaluation of several steps."""
-        self._evaluated = {}
-
-    def end_evaluation(self) -> None:
-        """End the evaluation: each list has one value of it."""
-        lists = self._lists("eval")
-        for name, values in self._evaluated.items():
-            if name in lists:
-                lists[name].append(_mean(values))
-        self._evaluated = {}
-
-    def _taken(self, mode: str, targets: Sequence[int]) -> dict[str, Weighted]:
-        """Take the step's values off the lists; return them with their weights."""
-        taken = {}
-        for name, values in self._lists(mode).items():
-            before = self._lengths.get(name, 0)
-            if targets and len(values) - before == len(targets):
-                taken[name] = list(zip(values[before:], targets, strict=True))
-                del values[before:]
-        return taken
 
     def _lists(self, mode: str) -> dict[str, list[Any]]:
         """Return the trainer's own lists of figures, by name; none where it keeps none."""
@@ -129,12 +111,13 @@ class TokenMeans:
         return {name: values for name, values in of_mode.items() if isinstance(values, list)}
 
 
-def _mean(values: Weighted) -> Any:
-    """Return the mean of values weighted by target tokens; the plain mean if no value has any."""
+def _mean(values: Sequence[Any], targets: Sequence[int]) -> Any:
+    """Return the mean of values, numbers or tensors of one, weighted by target tokens; the plain
+    mean if no value has any."""
     if len(values) == 1:
-        return values[0][0]
-    total = sum(weight for _, weight in values)
+        return values[0]
+    total = sum(targets)
     if not total:
-        return sum(value for value, _ in values) / len(values)
+        return sum(values) / len(values)
     # a figure of no token may be NaN
-    return sum(value * weight for value, weight in values if weight) / total
+    return sum(value * n for value, n in zip(values, targets, strict=True) if n) / total

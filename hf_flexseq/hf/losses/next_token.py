@@ -107,7 +107,9 @@ class NextTokenLoss(PlannedLoss):
         value = step.final_loss.detach()
         self._raise_noted()
         if self._notes_figures:
-            self._means.end_training(_targets_in_order(step), step.real_tokens)
+            self._means.add(_targets_in_order(step))
+            self._means.end("train")
+            self._means.count(step.real_tokens)
         self._router.note("train")
         self._engine.finish(step)
         self._note(value)
@@ -150,7 +152,7 @@ class NextTokenLoss(PlannedLoss):
     def evaluating(self, dataloader: Any, *, predicts: bool) -> Iterator[Any]:
         """Surround an evaluation, whose figures are summed anew."""
         self._refuse_later_loss()
-        self._means.begin_evaluation()
+        self._means.begin("eval")
         with super().evaluating(dataloader, predicts=predicts) as loader:
             yield loader
 
@@ -169,14 +171,13 @@ class NextTokenLoss(PlannedLoss):
         items = step.targets if reads_fused_head(self._trainer) else step.items
         divided_by = divisor(items, self._trainer.args.device)
         self._try_model(step.row, model)
-        self._means.begin("eval")
         with noted(self._engine.whole_model.planning, step):
             for micro_batch in self._engine.forward_micro_batches(step, model):
                 step.add(self._forward(model, micro_batch, divided_by))
         loss = step.final_loss
         self._raise_noted()
         if self._notes_figures:
-            self._means.end_evaluating(_targets_in_order(step))
+            self._means.add(_targets_in_order(step))
         self._router.note("eval")
         self._sum.add(loss, items)
         return loss, None, None
@@ -222,7 +223,7 @@ class NextTokenLoss(PlannedLoss):
 
     def evaluated(self, output: Any, name: str) -> Any:
         """Return the output with the mean loss over all targets. Collective over the world."""
-        self._means.end_evaluation()
+        self._means.end("eval")
         return super().evaluated(output, name)
 
 
