@@ -3,6 +3,7 @@ against the plain Trainer with whole logits."""
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def figures_and_gradients(rank, world_size, policy=None):
         found = figures_of_logits(model(input_ids=ids).logits[0], targets[0])
     else:
         head = TokenFigures(model)
-        head.attached(whole_model=None, answer=None)
+        head.attached(SimpleNamespace(chunked_loss=attach_chunked_loss(model)), answer=None)
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model.lm_head, mp_policy=policy)

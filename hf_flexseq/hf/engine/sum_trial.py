@@ -371,7 +371,7 @@ class SumTrial:
         """Return why the loss keeps rows from sharing prefixes; None if it does not."""
         if self.has_code:
             return USERS_CODE
-        return KEEPS_OWN_LOSS if self._attached.keeps_own_loss else None
+        return KEEPS_OWN_LOSS if self._attached.chunked_loss is None else None
 
     def run(
         self,

@@ -22,7 +22,7 @@ from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.losses.divergences import Answer, Divergences
 from hf_flexseq.hf.losses.outputs import MEANS, PlannedOutput, PlannedSmoother
 from hf_flexseq.hf.model.facts import base_model, is_classifier
-from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.loss_kinds import FIGURES, distills, has_fused_head, has_own_loss
 from hf_flexseq.hf.model.router import (
     COUNTS,
@@ -206,8 +206,8 @@ class TokenFigures(OfLabels):
         self.differentiable: tuple[str, ...] = self._always
 
     def attached(self, whole_model: WholeModel, answer: Answer) -> AbstractContextManager[Any]:
-        """Find the chunked loss that the engine has attached to the model, too."""
-        self._chunked = attach_chunked_loss(self._model)
+        """Find the model's loss in chunks, too."""
+        self._chunked = whole_model.chunked_loss
         return super().attached(whole_model, answer)
 
     def read(self, given: Mapping[str, Any]) -> ModelCall:

@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.losses.prediction_checks import as_given, value_parts
-from hf_flexseq.hf.model.facts import base_model
-from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
+from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.loss_kinds import has_own_loss
 from hf_flexseq.hf.model.router import TOTALS
 from hf_flexseq.kernels.chunked_loss import chunk_rows
@@ -42,9 +42,6 @@ from hf_flexseq.steps.source_row import Columns, SourceRow
 # Runs the model on a micro-batch of a step, and returns further figures of its tokens, each
 # [tokens, ...], and sums over them.
 Forward = Callable[[Inputs, RankMicroBatches], Columns]
-
-# Makes the rows of calls of the model.
-RowsOf = Callable[[Sequence[ModelCall]], Iterator[dict[str, Any]]]
 
 # Columns besides the shifted labels: labels as the batch has them, and the targets of all samples.
 _LABELS = "labels_for_metrics_"
@@ -63,8 +60,6 @@ class TokenPredictions:
         # The Trainer's own step computes a loss of the user's, on all of a batch's samples.
         self._has_own_loss = has_own_loss(trainer)
         self._with_loss = "loss" in trainer.args.include_for_metrics and not self._has_own_loss
-        self._chunked: ChunkedLoss | None = None
-        self._is_started = False
 
     def in_loop(self) -> Patch:
         """Surround the Trainer's own loop, which is not to call the user's function again."""
@@ -75,15 +70,11 @@ class TokenPredictions:
     ) -> tuple["PredictedBatch", Columns, RankMicroBatches]:
         """Return the predictions of a padded batch, the figures of its tokens, each [tokens, ...]
         on the CPU, with totals of the step, and the step. Collective over the world."""
-        if not self._is_started:  # the engine has attached it by now, where the model is suitable
-            self._chunked = attach_chunked_loss(base_model(self._trainer.model))
-            self._is_started = True
-        takes_images = self._engine.whole_model.vision is not None
-        predicted = PredictedBatch(self._trainer, batch, takes_images=takes_images)
+        predicted = PredictedBatch(self._trainer, self._engine.whole_model, batch)
         if not self._has_own_loss:
             predicted.leave_out_repeats()
         step = self._engine.step_of(
-            predicted.rows(self._engine.whole_model.rows_of, with_loss=self._with_loss),
+            predicted.rows(with_loss=self._with_loss),
             number=self._trainer.state.global_step,
             forward_only=True,
         )
@@ -93,8 +84,8 @@ class TokenPredictions:
         self, predicted: "PredictedBatch", step: RankMicroBatches, forward: Forward
     ) -> Columns:
         """Run a step's micro-batches; return the figures of this rank's tokens, and totals."""
-        model = base_model(self._trainer.model)
-        router = self._engine.whole_model.router
+        whole_model = self._engine.whole_model
+        router = whole_model.router
         several = []
 
         def read(inputs: Inputs) -> Columns:
@@ -103,7 +94,7 @@ class TokenPredictions:
             reader = _Reader(self._function, labels, targets_for_loss)
             sums: Columns = {}
             with ExitStack() as surrounded:
-                surrounded.enter_context(reader.of(model, self._chunked))
+                surrounded.enter_context(reader.of(whole_model.base, whole_model.chunked_loss))
                 if router is not None:
                     sums = surrounded.enter_context(router.noting())
                 others = forward(inputs, step)
@@ -136,10 +127,8 @@ def without_metrics(row: SourceRow) -> SourceRow:
 class PredictedBatch:
     """A padded batch, and the predictions for its tokens."""
 
-    def __init__(self, trainer: Any, batch: Mapping[str, Any], *, takes_images: bool) -> None:
-        """takes_images: True for a model whose tokens have types because of its images.
-
-        Raises ValueError for an unpadded batch, or columns without one value per token that are
+    def __init__(self, trainer: Any, whole_model: WholeModel, batch: Mapping[str, Any]) -> None:
+        """Raises ValueError for an unpadded batch, or columns without one value per token that are
         not of images."""
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "lengths" in batch:
@@ -157,6 +146,7 @@ class PredictedBatch:
                     f"{tuple(ids.shape)}: drop the column, or set remove_unused_columns=True"
                 )
         self._trainer = trainer
+        self._whole_model = whole_model
         self._batch = {name: value for name, value in batch.items() if value is not None}
         self.call = ModelCall(
             ids,
@@ -165,7 +155,7 @@ class PredictedBatch:
             shift_labels=self._batch.get("shift_labels"),
             positions=self._batch.get("position_ids"),
             images=images,
-            types=types_in(batch) if takes_images else None,
+            types=None if whole_model.vision is None else types_in(batch),
         )
         """The model's call on the batch."""
         self._all_targets = self.call.in_row(self.call.targets)  # [tokens]
@@ -189,15 +179,12 @@ class PredictedBatch:
         """Leave out the targets of samples that were drawn already."""
         self.call.targets[self._own_samples() :] = IGNORE_INDEX
 
-    def rows(self, rows_of: RowsOf, *, with_loss: bool) -> Iterator[dict[str, Any]]:
+    def rows(self, *, with_loss: bool) -> Iterator[dict[str, Any]]:
         """Yield the sequences of the batch as the engine takes them, with other columns. Raises as
-        `rows_of`, which makes them of the model's calls.
-
-        with_loss: True if the loss of all samples is wanted.
-        """
+        `AttachedModel.rows_of`. with_loss: True if the loss of all samples is wanted."""
         call = self.call
         known = {*READ, *call.images, *call.types}
-        for row in rows_of([call]):
+        for row in self._whole_model.rows_of([call]):
             for name, value in self._batch.items():
                 if name not in known:
                     row[name] = call.in_row(value).unsqueeze(0)

@@ -211,10 +211,11 @@ class AttachedModel:
             total: Total = chunked_cross_entropy_sum
             if settings.label_smoothing:
                 total = partial(total, smoothing=settings.label_smoothing)
-            self._chunked_loss = attach_chunked_loss(model, total)
-            if self._chunked_loss is not None:
-                attached.callback(self._chunked_loss.detach)
-                self.attention.in_others = self._chunked_loss.disabled
+            self.chunked_loss = attach_chunked_loss(model, total)
+            """Its loss in chunks; None if it computes the loss itself, of all logits at once."""
+            if self.chunked_loss is not None:
+                attached.callback(self.chunked_loss.detach)
+                self.attention.in_others = self.chunked_loss.disabled
             self.router = RouterLoss(model, base) if asks_for_router_loss(base) else None
             """Router loss, if the model computes one."""
             if self.router is not None:
@@ -252,11 +253,6 @@ class AttachedModel:
         row = joined(calls, in_first_row if self.vision is None else self.vision.of_rows)
         if row is not None:
             yield row
-
-    @property
-    def keeps_own_loss(self) -> bool:
-        """True if the model computes its loss itself, of all logits at once."""
-        return self._chunked_loss is None
 
     def detach(self) -> None:
         """Restore the model's attention and loss, and accelerate's DDP handler."""
