@@ -27,7 +27,7 @@ Rejected: to try a tower of fewer layers, since configurations name layers by nu
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -102,14 +102,11 @@ def _try(tried: PreTrainedModel, modality: str, placeholder: int) -> Modality:
     """Return how an empty model takes a modality."""
     call = _try_call(tried, modality)
     inner = tried.base_model
-    names = inspect.unwrap(getattr(type(inner), call.method)).__code__.co_names
+    names = inspect.unwrap(getattr(type(inner), call["method"])).__code__.co_names
     return Modality(
         name=modality,
         placeholder=placeholder,
-        method=call.method,
-        arguments=call.arguments,
-        casts=frozenset(call.casts),
-        options=call.options,
+        **call,
         rows=_try_reads(tried, modality),
         takes_embedding="get_input_embeddings" in names,
         parts=frozenset(n for n in names if isinstance(getattr(inner, n, None), nn.Module)),
@@ -123,40 +120,40 @@ class _Called(Exception):
     """The forward has called its method for features."""
 
 
-@dataclass(slots=True)
-class _Call:
-    """The call of a method for features."""
-
-    method: str
-    arguments: dict[str, str] = field(default_factory=dict)
-    casts: list[str] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
-    """See `Modality`."""
-
-
-def _try_call(tried: PreTrainedModel, modality: str) -> _Call:
-    """Return how the forward of an empty model calls its method for features."""
+def _try_call(tried: PreTrainedModel, modality: str) -> dict[str, Any]:
+    """Return how the forward of an empty model calls its method for features: method, arguments,
+    casts and options of a `Modality`."""
     inner: Any = tried.base_model
-    call = _Call(f"get_{modality}_features")
-    signature = inspect.signature(getattr(inner, call.method))
+    method = f"get_{modality}_features"
+    signature = inspect.signature(getattr(inner, method))
     given = _stand_ins(tried, signature)
+    arguments: dict[str, str] = {}
+    casts: set[str] = set()
+    options: dict[str, Any] = {}
 
     def note(*args: Any, **kwargs: Any) -> NoReturn:
-        bound = signature.bind(*args, **kwargs).arguments
-        for parameter in signature.parameters.values():
-            if parameter.kind is not parameter.VAR_KEYWORD and parameter.name in bound:
-                _note_argument(call, parameter.name, bound[parameter.name], given)
+        for argument, value in signature.bind(*args, **kwargs).arguments.items():
+            is_named = signature.parameters[argument].kind is not inspect.Parameter.VAR_KEYWORD
+            if isinstance(value, torch.Tensor):
+                for name, tensor in given.items():
+                    if value.shape == tensor.shape:
+                        arguments[name] = argument
+                        if value.dtype != tensor.dtype:
+                            casts.add(name)
+            elif is_named and argument != "return_dict":
+                options[argument] = value
         raise _Called
 
     name = type(tried).__name__
-    with Patch(inner, **{call.method: note}):
+    with Patch(inner, **{method: note}):
         try:
             _run(tried, given)
         except _Called:
-            if any(tensor.startswith("pixel_values") for tensor in call.arguments):
-                return call
+            if any(tensor.startswith("pixel_values") for tensor in arguments):
+                found = {"method": method, "arguments": arguments, "options": options}
+                return found | {"casts": frozenset(casts)}
             raise UnsupportedImages(
-                f"the forward of {name} gives {call.method} something else than the tensors of an "
+                f"the forward of {name} gives {method} something else than the tensors of an "
                 "example"
             ) from None
         except FAULTS as error:
@@ -164,7 +161,7 @@ def _try_call(tried: PreTrainedModel, modality: str) -> _Call:
             raise UnsupportedImages(
                 f"{name} could not be tried on {modality}s ({reason})"
             ) from error
-    raise UnsupportedImages(f"the forward of {name} does not call {call.method}")
+    raise UnsupportedImages(f"the forward of {name} does not call {method}")
 
 
 def _stand_ins(tried: PreTrainedModel, signature: inspect.Signature) -> dict[str, torch.Tensor]:
@@ -178,22 +175,6 @@ def _stand_ins(tried: PreTrainedModel, signature: inspect.Signature) -> dict[str
     for index, name in enumerate(sorted(own & names)):
         given[name] = torch.empty(1, 3, 1009 + index, 4, dtype=torch.float32, device="meta")
     return given
-
-
-def _note_argument(
-    call: _Call, argument: str, value: Any, given: Mapping[str, torch.Tensor]
-) -> None:
-    """Note one argument of a call of a method for features."""
-    if argument == "return_dict":
-        return
-    if not isinstance(value, torch.Tensor):
-        call.options[argument] = value
-        return
-    for name, tensor in given.items():
-        if value.shape == tensor.shape:
-            call.arguments[name] = argument
-            if value.dtype != tensor.dtype:
-                call.casts.append(name)
 
 
 # ---- what is read

@@ -206,15 +206,13 @@ class VisionModel:
                 "it has position_ids, and the model counts those of examples with images itself: "
                 "leave the column out"
             )
-        assert self._positions is not None, "the model counts positions itself"
         types = torch.zeros_like(ids)
         for name, modality in self._modalities.items():
             if tensors.keys() & set(modality.arguments):
                 types[ids == modality.placeholder] = NUMBERS[name]
         columns = {"input_ids": ids, KINDS: types, "attention_mask": types * 0 + 1}
         given = {name: column.unsqueeze(0) for name, column in columns.items()} | dict(tensors)
-        taken = inspect.signature(self._positions).parameters
-        positions, _ = self._positions(**{n: v for n, v in given.items() if n in taken})
+        positions = self._counted(given)
         if positions.dtype != self._positions_dtype:  # that of rows without images
             raise ValueError(
                 f"{type(self._inner).__name__}.{_POSITIONS} counts in {positions.dtype} beside "
@@ -222,16 +220,22 @@ class VisionModel:
             )
         return positions[:, 0].T.contiguous()  # [axes, 1, tokens] -> [tokens, axes]
 
+    def _counted(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the model's own positions [axes, 1, tokens]. given: arguments of which its method
+        takes some."""
+        assert self._positions is not None, "the model counts positions itself"
+        taken = inspect.signature(self._positions).parameters
+        positions: torch.Tensor = self._positions(**{n: given[n] for n in taken if n in given})[0]
+        return positions
+
     def _kind_of_positions(self) -> tuple[int, torch.dtype]:
         """Return how many axes positions have, such as time, height and width, and of which dtype
         they are; no axes for a model whose positions are one number."""
         if self._positions is None:
             return 0, torch.int64
         text = torch.zeros(1, 2, dtype=torch.int64)
-        given = {"input_ids": text, KINDS: text, "attention_mask": text + 1}
-        taken = inspect.signature(self._positions).parameters
         try:
-            positions, _ = self._positions(**{n: v for n, v in given.items() if n in taken})
+            positions = self._counted({"input_ids": text, KINDS: text, "attention_mask": text + 1})
         except FAULTS as error:
             raise UnsupportedImages(
                 f"{type(self._inner).__name__}.{_POSITIONS} fails on text ({error})"
