@@ -23,7 +23,7 @@ from transformers.distributed import DistributedConfig
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.reduction import local
-from hf_flexseq.hf.model.experts import expert_ranks
+from hf_flexseq.hf.model.experts import spreads_experts
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.router import OPTION, RouterFacts
@@ -251,7 +251,7 @@ def _sharded(model: PreTrainedModel, sharding: Mapping[str, int], folder: str) -
         PartialState().wait_for_everyone()  # before rank 0 removes the folder
     if any(not isinstance(parameter, DTensor) for parameter in twin.parameters()):
         raise NotImplementedError("transformers has left parameters whole on every rank")
-    if sharding.get("ep_size", 1) > 1 and expert_ranks(twin) is None:
+    if sharding.get("ep_size", 1) > 1 and not spreads_experts(twin):
         raise NotImplementedError("transformers has left all experts on every rank")
     for buffer in twin.buffers():  # which transformers makes in float32, whatever the dtype
         if buffer.is_floating_point():

@@ -123,7 +123,6 @@ class ModelPlanning:
         self.lockstep = lockstep
         """True if all ranks run each micro-batch together."""
         self._sync = "lockstep" if lockstep else "free"
-        self.host_memory_bytes = host_memory_bytes
         self._base: PreTrainedModel | None = base  # until it is detached
         self._reason_of_model = reason_as_set or layers.reason_without_choices
         self._lowered = lowered

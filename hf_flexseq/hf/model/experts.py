@@ -1,11 +1,12 @@
 """Experts that transformers has spread over ranks (`DistributedConfig(ep_size=...)`).
 
-Each rank of an expert group holds some experts of every layer. A layer sends its tokens to the
-ranks of their experts, and gets the results back. It takes different tokens from each rank, so
-groups that share sequences, and ranks without tokens, need no change in it.
+Each rank of an expert group holds some experts of every layer. Ranks of one group are neighbours,
+[g * ep_size, (g + 1) * ep_size), and FSDP shards a rank's experts over the efsdp_size groups of a
+replica. A layer sends its tokens to the ranks of their experts, and gets the results back. It
+takes different tokens from each rank, so groups that share sequences, and ranks without tokens,
+need no change in it.
 
-    ExpertRanks             how experts are spread over the ranks
-    expert_ranks            reads it from a model
+    spreads_experts         tells whether a model's are
     unsuitable_experts      says why a model would not be exact
     adapted_experts         names those that PEFT has put adapters around (`expert_adapters.py`)
     right_gradients         corrects the gradients of experts where torch divides them twice
@@ -20,7 +21,6 @@ twice, is right there. A trial finds out whether the installed torch does this.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_flexseq.hf.model.facts import EXPERT_GROUP, expert_counts
+from hf_flexseq.hf.model.facts import EXPERT_GROUP
 from hf_flexseq.hf.model.sharding import distributed_config, expert_group_size
 
 _SAME_EXPERTS = "efsdp"  # transformers' name of a dimension of meshes
@@ -40,52 +40,16 @@ _TRIED_FACTOR = 4.0
 _divides_twice: dict[tuple[str, torch.dtype], bool] = {}  # trials by type of device and dtype
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertRanks:
-    """How the experts of a model are spread over the ranks.
-
-    There are replicas * efsdp_size * ep_size ranks. Ranks of one expert group are neighbours:
-    group g is the ranks [g * ep_size, (g + 1) * ep_size).
-    """
-
-    ep_size: int
-    """Ranks of an expert group, which together hold all experts."""
-    efsdp_size: int
-    """Expert groups of a replica; FSDP shards the experts of a rank over them."""
-    replicas: int
-    """Copies of the sharded state: more than one in HSDP."""
-    experts: int
-    """Experts of a layer."""
-    top_k: int
-    """Experts that work on a token."""
-
-
-def expert_ranks(model: PreTrainedModel) -> ExpertRanks | None:
-    """Return how the experts of `model`, a transformers model without adapters around it, are
-    spread over the ranks; None if every rank works on its own tokens alone."""
-    config = distributed_config(model)
-    if expert_group_size(model) == 1:
-        return None
-    counts = [data.shape[0] for _, data in _spread_parameters(model)]
-    if not counts:
-        return None
-    _, top_k = expert_counts(model.config.get_text_config())
-    return ExpertRanks(
-        ep_size=config.ep_size,
-        efsdp_size=config.efsdp_size,
-        replicas=config.dp_replicate_size,
-        experts=max(counts),
-        top_k=top_k,
-    )
+def spreads_experts(model: nn.Module) -> bool:
+    """Tell if transformers has spread the experts of `model` over ranks."""
+    return expert_group_size(model) > 1 and next(_spread_parameters(model), None) is not None
 
 
 def unsuitable_experts(model: PreTrainedModel) -> str | None:
     """Return why `model`, as transformers has spread it over ranks, would not be exact; None if it
     would be."""
     ep_size = expert_group_size(model)
-    if ep_size == 1:
-        return None
-    if next(_spread_parameters(model), None) is not None:
+    if ep_size == 1 or spreads_experts(model):
         return None
     rules = [f"{name}: {style}" for name, style in model.ep_plan.items()]
     return (
@@ -122,11 +86,10 @@ def is_spread(data: DTensor) -> bool:
 def right_gradients(model: PreTrainedModel) -> Iterator[None]:
     """Let torch divide the gradients of spread experts once inside the block, where it would do so
     twice."""
-    ranks = expert_ranks(model)
-    if ranks is None or ranks.efsdp_size > 1:
+    config = distributed_config(model)
+    if not spreads_experts(model) or config.efsdp_size > 1:
         yield
         return
-    config = distributed_config(model)
     divided: list[FSDPModule] = []
     for unit, data in _expert_units(model).items():
         # transformers' mixed precision reduces in float32
