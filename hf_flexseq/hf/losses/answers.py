@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
@@ -259,7 +260,7 @@ def attached_reference(
     if model is None:
         yield
         return
-    base = base_model(_unwrapped(model))
+    base = base_model(extract_model_from_parallel(model))
     check_model(base)
     if layer_calls(base.config) != layer_calls(policy.config):
         raise NotImplementedError(
@@ -271,14 +272,6 @@ def attached_reference(
         if takes_images:
             attached.enter_context(VisionModel(base).attached())
         yield
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of DDP or DeepSpeed."""
-    inner = getattr(model, "module", None)
-    if isinstance(inner, nn.Module) and not isinstance(model, PreTrainedModel):
-        return inner
-    return model
 
 
 @contextmanager

@@ -53,15 +53,6 @@ _WITH = " with compute_metrics or predict()"
 _LOSS_ONLY = "set prediction_loss_only=True"
 
 
-def _stages(case: Predicting) -> str | None:
-    return f"pipeline_parallel_size={case.stages}" if case.stages > 1 else None
-
-
-def _virtual_tokens(case: Predicting) -> str | None:
-    count = virtual_tokens_of(case.trainer.model)
-    return f"{count} virtual tokens of PEFT" if count else None
-
-
 def _states(case: Predicting) -> str | None:
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(case.model.config, name, False):
@@ -97,13 +88,15 @@ PREDICTIONS: tuple[Refusal[Predicting], ...] = (
     ),
     Refusal(
         setting="prompt tuning and P-tuning",
-        found=_virtual_tokens,
+        found=lambda case: (
+            (count := virtual_tokens_of(case.trainer.model)) and f"{count} virtual tokens of PEFT"
+        ),
         why="PEFT has logits of these, too, so that predictions are longer than labels",
         instead=_LOSS_ONLY,
     ),
     Refusal(
         setting="pipeline_parallel_size above 1",
-        found=_stages,
+        found=lambda case: case.stages > 1 and f"pipeline_parallel_size={case.stages}",
         why="only the last stage has logits",
         instead=f"set it to 1, or {_LOSS_ONLY}",
     ),

@@ -141,12 +141,6 @@ def _smoothing_of_figures(trainer: Any) -> str | None:
     return f"label_smoothing_factor={factor} of {type(trainer).__name__}"
 
 
-def _missing_liger(trainer: Any) -> str | None:
-    if not trainer.args.use_liger_kernel or is_liger_kernel_available():
-        return None
-    return "use_liger_kernel=True here"
-
-
 def _losses_of_liger(trainer: Any) -> str | None:
     options = trainer.args.liger_kernel_config or {}
     asked = [name for name in LOSSES if trainer.args.use_liger_kernel and options.get(name)]
@@ -173,12 +167,6 @@ def _steps_in_backward(trainer: Any) -> str | None:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     is_refused = optim in ("lomo", "adalomo") or optim.endswith("layerwise")
     return f"optim={optim!r}" if is_refused else None
-
-
-def _figures_beside_fused_head(trainer: Any) -> str | None:
-    if not is_sft(trainer) or not hasattr(trainer, FIGURES):
-        return None
-    return f"{FIGURES} of {type(trainer).__name__}"
 
 
 def _other_loss(trainer: Any) -> str | None:
@@ -333,7 +321,7 @@ TRAINER: tuple[Refusal[Any], ...] = (
     ),
     Refusal(
         setting="use_liger_kernel=True without the package",
-        found=_missing_liger,
+        found=lambda one: one.args.use_liger_kernel and not is_liger_kernel_available(),
         why="its kernels are not installed",
         instead="run pip install liger-kernel",
         error=ImportError,
@@ -356,7 +344,7 @@ TRAINER: tuple[Refusal[Any], ...] = (
 NEXT_TOKEN: tuple[Refusal[Any], ...] = (
     Refusal(
         setting=f"{FIGURES} of SFTTrainer",
-        found=_figures_beside_fused_head,
+        found=lambda one: is_sft(one) and hasattr(one, FIGURES),
         why="TRL's head returns neither logits nor hidden states",
         instead="use FlexSeqTrainer, or read outputs.log_probs and outputs.entropy",
     ),
