@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.sharding import unsharded_class
-from hf_flexseq.hf.model.trial import WHOLE, Trial, try_types
+from hf_flexseq.hf.model.trial import WHOLE, try_types
 from hf_flexseq.plan.blocks import Range
 from hf_flexseq.steps.images import UnsupportedImages
 
@@ -38,9 +38,17 @@ class MasksOfImages:
         reason = trial.refusal or trial.fault
         if reason is not None:
             raise UnsupportedImages(f"{name} could not be tried on tokens of images ({reason})")
-        self.layers = frozenset(_layers(trial))
+        showing = [call for call in trial.calls if call.blocks is not None]
+        layers = {call.asked.layer: call.module for call in showing}
+        if None in layers:
+            raise UnsupportedImages(
+                f"{layers[None]} shows images both ways, and has no number among the layers"
+            )
+        self.layers = frozenset(layer for layer in layers if layer is not None)
         """Numbers of these layers; of no layer in a model whose attention is causal."""
-        self._longest = _longest_block(trial)
+        # a mask that shows a whole block goes beyond the window of its layer: that is not computed
+        whole = [call.asked.reach.window for call in showing if call.blocks == WHOLE]
+        self._longest = min(filter(None, whole), default=None)
         self._column = trial.types[-1] if trial.types else ""
         self._number = getattr(sys.modules[kind.__module__], _NUMBERING, None)
         self._is_prefix = base.config.model_type in _PREFIX
@@ -88,31 +96,6 @@ def layers_told_causal(model: PreTrainedModel) -> Iterator[None]:
                 if getattr(module, "is_causal", None) is False and hasattr(module, "layer_idx"):
                     told.enter_context(Patch(module, is_causal=True))
         yield
-
-
-def _layers(trial: Trial) -> set[int]:
-    """Return the numbers of the layers that show images both ways."""
-    layers = set()
-    for call in trial.calls:
-        if call.blocks is None:
-            continue
-        if call.asked.layer is None:
-            raise UnsupportedImages(
-                f"{call.module} shows images both ways, and has no number among the layers"
-            )
-        layers.add(call.asked.layer)
-    return layers
-
-
-def _longest_block(trial: Trial) -> int | None:
-    """Return the most tokens of a block: a mask that shows a whole block goes beyond the window of
-    its layer, which is not computed. None without a limit."""
-    windows = []
-    for call in trial.calls:
-        window = call.asked.reach.window
-        if call.blocks == WHOLE and window is not None:
-            windows.append(window)
-    return min(windows, default=None)
 
 
 def _runs(numbers: torch.Tensor) -> list[Range]:
