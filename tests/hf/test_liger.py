@@ -213,5 +213,7 @@ def test_losses_of_liger_are_refused(put_in, tmp_path, loss):
 
 def test_a_missing_package_is_said_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr(refusals, "is_liger_kernel_available", lambda: False)
-    with refused("use_liger_kernel=True without the package: .*pip install liger-kernel", ImportError):
+    with refused(
+        "use_liger_kernel=True without the package: .*pip install liger-kernel", ImportError
+    ):
         make_trainer(tmp_path, use_liger_kernel=True)

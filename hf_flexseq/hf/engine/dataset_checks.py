@@ -96,19 +96,11 @@ def check_rows(
 
 
 def check_first_step(step: RankStep[Any] | None, trainer: Trainer) -> None:
-    """Raise ValueError without a first step; warn if it has no labels, which may be intended, or
-    columns that nothing reads. step: the same on all ranks; None if no rank has drawn an
-    example."""
+    """Raise ValueError without a first step; warn of columns that nothing reads. step: the same on
+    all ranks; None if no rank has drawn an example."""
     if step is None:
         raise ValueError(
             "no rank drew an example: train_dataset is empty, or all of it was filtered out"
-        )
-    if step.targets == 0:
-        logger.warning(
-            "the first step has nothing to learn: all labels of its %d sequences are -100 (a "
-            "sequence's first token is never predicted); if this holds for all steps, check the "
-            "label masks",
-            len(step.plan.lengths),
         )
     model = base_model(trainer.model)
     names = step.row.columns.keys() - {"input_ids", "labels", "position_ids", VIRTUAL_NUMBERS}

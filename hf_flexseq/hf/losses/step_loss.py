@@ -155,9 +155,11 @@ class PlannedLoss(StepLoss):
             self._had_targets = False
             if self._trainer.is_world_process_zero():
                 logger.warning(
-                    "step %d has no target token (all labels are -100): its loss is 0, where the "
-                    "plain Trainer logs NaN; further such steps are not named",
-                    number + 1,
+                    "step %d has no target token: all labels of its %d sequences are -100 (a "
+                    "sequence's first token is never predicted). Its loss is 0, where the plain "
+                    "Trainer logs NaN; further such steps are not named: check the label masks if "
+                    "all are so",
+                    *(number + 1, len(step.plan.lengths)),
                 )
         return step_items(step, num_batches), divisor(step.items, device)
 
