@@ -133,7 +133,6 @@ OPTIONAL = (
     "n_inner",
 )
 LAYERS = 4
-NEEDS_FULL = ("olmo_hybrid",)  # whose configuration must have a layer of full attention
 FAR = 8  # tokens; longer windows and chunks of a tiny model would not be seen
 MOST_PARAMETERS = 8_000_000  # of a tiny model
 
@@ -172,21 +171,18 @@ def plain_options(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _NO_OPTIONS}
 
 
-def small_config(
-    kind: type[PreTrainedModel], options: dict[str, Any], *, near: bool = False
-) -> PreTrainedConfig:
+def small_config(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrainedConfig:
     """Return a configuration of a few narrow layers, of the kinds that `options` describe.
 
     options: arguments of the configuration's class, such as
             `plain_options(config.to_diff_dict())`.
-    near: leave out the layers of full attention, if there are others.
     """
     cls = kind.config_class
-    return cls(**_small_options(cls, options, near=near))
+    return cls(**_small_options(cls, options))
 
 
 def _small_options(
-    cls: type[PreTrainedConfig], options: dict[str, Any], *, near: bool, is_tower: bool = False
+    cls: type[PreTrainedConfig], options: dict[str, Any], *, is_tower: bool = False
 ) -> dict[str, Any]:
     """Return options of a small configuration, of the towers beside a decoder as well."""
     fields = {field.name for field in dataclasses.fields(cls)}
@@ -215,7 +211,7 @@ def _small_options(
         small["num_key_value_heads"] = SMALL["num_attention_heads"]
 
     # 2. a few layers, one of each kind at least
-    small |= _few_layers(base, fields, near=near)
+    small |= _few_layers(base, fields)
     if getattr(base, "num_kv_shared_layers", 0):
         small["num_kv_shared_layers"] = 2
     if getattr(base, "rope_parameters", None):
@@ -239,7 +235,7 @@ def _small_options(
             given = options.get(name)
             given = plain_options(given) if isinstance(given, dict) else {}
             of_tower = is_tower or part is not base.get_text_config()
-            small[name] = _small_options(type(part), given, near=near, is_tower=of_tower)
+            small[name] = _small_options(type(part), given, is_tower=of_tower)
             small[name]["model_type"] = part.model_type
     return small | SIZES.get(cls.model_type, {})
 
@@ -265,14 +261,12 @@ def _tokens_of_parts(base: PreTrainedConfig, fields: Collection[str]) -> dict[st
     return tokens
 
 
-def small_model(
-    kind: type[PreTrainedModel], options: dict[str, Any], *, near: bool = False
-) -> PreTrainedModel:
+def small_model(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
     """Return a model of `small_config`, with experts that transformers computes one by one.
 
     Raises ValueError if it is not small, or if layers reach further than short sequences.
     """
-    config = small_config(kind, options, near=near)
+    config = small_config(kind, options)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())
     if parameters > MOST_PARAMETERS:
@@ -292,7 +286,7 @@ def _reaches(config: PreTrainedConfig) -> list[int]:
     return sizes
 
 
-def _few_layers(base: PreTrainedConfig, fields: Collection[str], *, near: bool) -> dict[str, Any]:
+def _few_layers(base: PreTrainedConfig, fields: Collection[str]) -> dict[str, Any]:
     """Return the number of layers, and every list that has an entry for each of them."""
     layers = getattr(base, "num_hidden_layers", None)
     if layers is None:
@@ -305,8 +299,6 @@ def _few_layers(base: PreTrainedConfig, fields: Collection[str], *, near: bool) 
         if len(kept) < LAYERS and index not in kept:
             kept.append(index)
     kept.sort()
-    if near and has_near_layers(base):
-        kept = [index for index in kept if types[index] != "full_attention"]
     if getattr(base, "num_kv_shared_layers", 0):
         full = types.index("full_attention")
         kept = [0, full, 0, full]  # the last two read the keys of the first two
@@ -317,15 +309,6 @@ def _few_layers(base: PreTrainedConfig, fields: Collection[str], *, near: bool) 
             few[name] = [value[index] for index in kept]
     few["num_hidden_layers" if "num_hidden_layers" in fields else "n_layer"] = len(kept)
     return few
-
-
-def has_near_layers(config: PreTrainedConfig) -> bool:
-    """Tell whether a model has layers of full attention and others, all with keys of their own."""
-    types = set(getattr(config, "layer_types", None) or ())
-    shares_keys = getattr(config, "num_kv_shared_layers", 0)
-    if config.model_type in NEEDS_FULL:
-        return False
-    return "full_attention" in types and len(types) > 1 and not shares_keys
 
 
 def _short_rope(parameters: dict[str, Any], head_dim: int) -> dict[str, Any]:
