@@ -16,7 +16,8 @@ from hf_flexseq.base.reading import Limits
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.cli import main
 from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS
-from hf_flexseq.hf.trainer.trainer import OVERRIDDEN, FlexSeqMixin
+from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS
+from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
 from hf_flexseq.pipeline.planning.walk import check, makespan_ns
@@ -307,6 +308,28 @@ def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
         assert len(step.measured_s) == 1
     assert main(["view", path]) == 0
     assert "chunks through 2 stages by auto" in capsys.readouterr().out
+
+
+# What FlexSeqMixin overrides. Much of it is not public.
+OVERRIDDEN = (
+    "train",
+    "_inner_training_loop",
+    "set_initial_training_values",
+    "get_batch_samples",
+    "training_step",
+    "_prepare_inputs",
+    "log",
+    "_maybe_log_save_evaluate",
+    "_finalize_training",
+    "evaluation_loop",
+    "prediction_step",
+    "get_eval_dataloader",
+    "get_test_dataloader",
+    "_save_checkpoint",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    *OF_SHARDED_CHECKPOINTS,
+)
 
 
 def test_all_that_is_overridden_is_listed_and_there():

@@ -64,7 +64,6 @@ from hf_flexseq.hf.model.loss_kinds import has_own_loss, is_objective, is_on_sam
 from hf_flexseq.hf.model.sharding import gather_experts_at_once
 from hf_flexseq.hf.trainer.checkpoint_forms import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.checks import check_loss_of_model, check_trainer
-from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.hf.trainer.step_memory import StepMemory
 from hf_flexseq.hf.trainer.trainer_log import TrainerLog
 from hf_flexseq.hf.trainer.training_data import TrainingData, flexseq_collator, padded_collator
@@ -78,27 +77,6 @@ from hf_flexseq.hf.trainer.whole_checkpoints import (
 )
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from hf_flexseq.steps.users_code import package
-
-# What FlexSeqMixin overrides; a test holds that the Trainer has it. Much of it is not public.
-OVERRIDDEN = (
-    "train",
-    "_inner_training_loop",
-    "set_initial_training_values",
-    "get_batch_samples",
-    "training_step",
-    "_prepare_inputs",
-    "log",
-    "_maybe_log_save_evaluate",
-    "_finalize_training",
-    "evaluation_loop",
-    "prediction_step",
-    "get_eval_dataloader",
-    "get_test_dataloader",
-    "_save_checkpoint",
-    "_clip_grad_norm",
-    "_get_grad_norm",
-    *OF_SHARDED_CHECKPOINTS,
-)
 
 
 @dataclass
