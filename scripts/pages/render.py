@@ -5,6 +5,7 @@ of the package, such as the rules that refuse a setting, or of the data files in
 
     options.yaml        the order of our options, and links
     arguments.yaml      options of transformers and TRL
+    overrides.yaml      methods of a trainer that a user may override
     places.yaml         where else than in a trainer's methods a user's own code runs
     *families.csv       models, written by tests/hf/model_families.py
     moved.yaml          pages that went, and where their content is; each leaves a redirect
@@ -29,7 +30,7 @@ from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.engine.accelerator_checks import ACCELERATOR
 from hf_flexseq.hf.losses.prediction_checks import PREDICTIONS
 from hf_flexseq.hf.trainer.checks import MODEL, NEXT_TOKEN, ON_SAMPLES, TRAINER
-from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS, RULES, Rule
+from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS
 from hf_flexseq.pipeline.trainer.checks import FSDP_OF_STAGES, PIPELINE, REPLACED
 
 FOLDER = Path(__file__).parent
@@ -175,20 +176,16 @@ def overrides_table() -> str:
     """Return what a user may override on a trainer."""
     columns = ("method", "", "")
     return (
-        f"{table(columns, map(rule_row, RULES))}\n\n"
+        f"{table(columns, map(rule_row, data('overrides.yaml')))}\n\n"
         f"A [pipeline](pipelines.md) also refuses {code(REPLACED)}. In the saving of "
         f"models sharded by `DistributedConfig`, {code(OF_SHARDED_CHECKPOINTS)} are replaced."
     )
 
 
-def rule_row(rule: Rule) -> tuple[str, str, str]:
+def rule_row(rule: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the row of methods with one rule."""
-    instead = f". Instead: {rule.instead}" if rule.instead else ""
-    return (
-        code(rule.names),
-        rule.standing.value,
-        f"{rule.why}{instead}",
-    )
+    instead = f". Instead: {rule['instead']}" if "instead" in rule else ""
+    return code(rule["names"]), rule["standing"], f"{rule['why']}{instead}"
 
 
 def places_table() -> str:

@@ -5,17 +5,19 @@ from collections import Counter
 from functools import partial, wraps
 
 import pytest
+import yaml
 from transformers import DataCollatorWithFlattening, Trainer
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqTrainer
-from hf_flexseq.hf.trainer.overrides import RULES, Standing
+from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS
 from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.plain import dataset, padded
 from tests.hf.test_own_losses import Focal
 from tests.hf.tiny import refused, tiny_llama, tiny_model
 from tests.hf.trainers import trainer_of
+from tests.programs import ROOT
 
 # Methods that answer a question: how often they are asked changes nothing.
 QUESTIONS = (
@@ -28,6 +30,8 @@ QUESTIONS = (
     "is_local_process_zero",
     "is_world_process_zero",
 )
+
+RULES = yaml.safe_load((ROOT / "scripts/pages/overrides.yaml").read_text(encoding="utf-8"))
 
 OPTIONS = {"max_tokens_per_rank": 61, "cost_model": "estimate", "lookahead": 0}
 
@@ -67,9 +71,9 @@ def make(base, folder, *, how="mixin", model=None, collator=padded, callbacks=()
 @pytest.mark.parametrize("trainer", [Trainer, SFTTrainer, DPOTrainer, GRPOTrainer])
 def test_every_rule_names_methods_that_a_trainer_has(trainer):
     methods = functions_of(Trainer, _BaseTrainer, SFTTrainer, DPOTrainer, GRPOTrainer)
-    named = [name for rule in RULES for name in rule.names]
+    named = [name for rule in RULES for name in rule["names"]]
     assert len(named) == len(set(named)), "a method has one rule"
-    assert set(named) <= methods
+    assert set(METHODS_OF_LOSS) <= set(named) <= methods
     for name in functions_of(trainer):
         assert is_known(getattr(trainer, name)), name
 
@@ -89,7 +93,7 @@ def counting(base):
         call.__module__ = "users"
         return call
 
-    skipped = {name for rule in RULES for name in rule.names} | {"__init__"}
+    skipped = {name for rule in RULES for name in rule["names"]} | {"__init__"}
     members = {}
     for name in functions_of(base) - skipped:
         if not isinstance(vars(base)[name], staticmethod | classmethod):
@@ -135,14 +139,15 @@ def overriding(*names, base=Trainer):
 def test_an_override_that_would_be_ignored_is_refused_by_name(tmp_path, base):
     let_through = []
     for rule in RULES:
-        for name in filter(partial(hasattr, Trainer), rule.names):
-            if rule.standing is not Standing.REFUSED:
+        for name in filter(partial(hasattr, Trainer), rule["names"]):
+            if rule["standing"] != "refused":
                 let_through.append(name)
                 continue
             for how in ("mixin", "callback"):
                 with refused(rf"Mine\.{name} would") as said:
                     make(overriding(name, base=base), tmp_path, how=how)
-                assert rule.instead in str(said.value)
+                assert rule["why"] in str(said.value)
+                assert rule["instead"] in str(said.value)
     for how in ("mixin", "callback"):
         assert make(overriding(*let_through, base=base), tmp_path, how=how)
 

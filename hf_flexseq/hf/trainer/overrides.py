@@ -1,20 +1,14 @@
-"""Methods that a user may override on a trainer, and their treatment on planned steps.
+"""Methods that a user may override on a trainer: overrides that would not be called, or whose
+result would be ignored, are refused by name.
 
-Every method of `Trainer` and of TRL's SFT, DPO and GRPO trainers has a rule here, or is called as
-the plain trainer calls it (`CALLED`); a test compares the lists with the classes. A method of the
-loss sees the trainer's own batches, as under the plain Trainer (`losses.py`).
-
-    CALLED      at the same places, with the same arguments, and its result is used
-    CHANGED     it is called, with a difference from the plain Trainer that the page names
-    REFUSED     it would not be called, or its result would be ignored: an error names it
-
-A table of docs/migrating.md is made of these rules (`scripts/pages/render.py`).
+All other methods of `Trainer` and of TRL's SFT, DPO and GRPO trainers are called at the same
+places, with the same arguments, and their result is used, or with a difference that a table of
+docs/migrating.md names (`scripts/pages/overrides.yaml`). A test compares the table with the
+classes. A method of the loss sees the trainer's own batches, as under the plain Trainer.
 """
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -24,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
-from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, is_objective, plain_model
+from hf_flexseq.hf.model.loss_kinds import is_objective, plain_model
 from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.rehearsal import once_for_equal_models
 from hf_flexseq.steps.users_code import (
@@ -33,71 +27,6 @@ from hf_flexseq.steps.users_code import (
     users_method,
     users_method_behind,
     users_methods,
-)
-
-
-class Standing(Enum):
-    """Treatment of an override."""
-
-    CALLED = "honoured"
-    CHANGED = "honoured, with a difference"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """Treatment of an override of some methods."""
-
-    names: tuple[str, ...]
-    """The methods."""
-
-    standing: Standing
-    """Treatment."""
-
-    why: str
-    """Difference, or reason of the refusal."""
-
-    instead: str = ""
-    """Advice: the user's alternative."""
-
-
-RULES = (
-    Rule(
-        names=("get_batch_samples",),
-        standing=Standing.REFUSED,
-        why="batches are drawn, planned and dispatched before it would be called",
-        instead="change samples in the dataset, the sampler or the data_collator",
-    ),
-    Rule(
-        names=tuple(name for name in METHODS_OF_LOSS if name != "training_step"),
-        standing=Standing.CALLED,
-        why="on the trainer's own batches; the model's outputs have log-probabilities and "
-        "entropies instead of logits ([your own loss](objectives.md#a-loss-of-your-own))",
-    ),
-    Rule(
-        names=("training_step",),
-        standing=Standing.CHANGED,
-        why="as the other methods of the loss; gradients are computed when the losses of all "
-        "batches of a step are known, so it sees none",
-        instead="change gradients in the callback event on_pre_optimizer_step",
-    ),
-    Rule(
-        names=("floating_point_ops", "_track_num_input_tokens"),
-        standing=Standing.CHANGED,
-        why="with next-token loss the last batch of a step has all tokens that the rank has drawn "
-        "for the step, without padding, and the previous batches are empty",
-    ),
-    Rule(
-        names=("evaluation_loop",),
-        standing=Standing.CHANGED,
-        why="with next-token loss its batches are planned steps, which only prediction_step can "
-        "run; the loss in its metrics is replaced by the mean over all target tokens",
-    ),
-    Rule(
-        names=("_get_per_token_logps_and_entropies",),
-        standing=Standing.CHANGED,
-        why="it gets a whole batch of samples instead of batch_size at a time",
-    ),
 )
 
 # Methods that are replaced for a model that `DistributedConfig` has sharded: an override
@@ -113,10 +42,11 @@ OF_SHARDED_CHECKPOINTS = (
 def check_overrides(trainer: Any) -> None:
     """Raise NotImplementedError for overrides of the user's that would be ignored."""
     ignored = []
-    for rule in RULES:
-        if rule.standing is Standing.REFUSED:
-            for where in users_methods(trainer, rule.names):
-                ignored.append(f"{where} would be ignored, since {rule.why}: {rule.instead}")
+    for where in users_methods(trainer, ("get_batch_samples",)):
+        ignored.append(
+            f"{where} would be ignored, since batches are drawn, planned and dispatched before it "
+            "would be called: change samples in the dataset, the sampler or the data_collator"
+        )
     if is_sharded_at_load(trainer):
         for name in OF_SHARDED_CHECKPOINTS:
             behind = users_method_behind(trainer, name)
