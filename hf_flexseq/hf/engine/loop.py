@@ -60,12 +60,8 @@ class LoopItem:
 
     def _loss(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """Return this rank's share of a micro-batch's loss, a scalar."""
-        outputs = model(**inputs, use_cache=False, num_items_in_batch=max(self.step.targets, 1))
-        loss: torch.Tensor = outputs.loss
-        router = self._whole_model.router
-        if router is not None:
-            loss = loss + router.coefficient * router.share()
-        return loss * self._whole_model.setup.accelerator.num_processes
+        loss = loss_of_model(self._whole_model, max(self.step.targets, 1))
+        return loss(model, inputs) * self._whole_model.setup.accelerator.num_processes
 
 
 class TrainingItem(LoopItem):

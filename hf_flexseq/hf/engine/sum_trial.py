@@ -301,16 +301,18 @@ def users_code_of(model: nn.Module) -> tuple[str, ...]:
     return (*code_of_model(model), *users_forward_hooks(model))
 
 
-def loss_of_model(whole_model: WholeModel, **options: Any) -> Value:
+def loss_of_model(whole_model: WholeModel, items: int = ITEMS, **options: Any) -> Value:
     """Return a function that computes the loss of an attached model, with its share of any router
-    loss. options: of its forward."""
+    loss. items: its divisor. options: of the model's forward."""
 
     def loss(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         found: torch.Tensor = model(
-            **inputs, use_cache=False, num_items_in_batch=ITEMS, **options
+            **inputs, use_cache=False, num_items_in_batch=items, **options
         ).loss
         router = whole_model.router
-        return found if router is None or "seq_ctx" not in inputs else found + router.share()
+        if router is None or "seq_ctx" not in inputs:
+            return found
+        return found + router.coefficient * router.share()
 
     return loss
 
