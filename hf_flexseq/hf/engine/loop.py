@@ -101,17 +101,9 @@ class EvaluationItem(LoopItem):
 
     __slots__ = ("_sum",)
 
-    def __init__(
-        self,
-        step: Step,
-        whole_model: WholeModel,
-        trial: SumTrial,
-        micro_batches: MicroBatches,
-        sum_of_all: EvaluationLoss,
-    ) -> None:
-        """sum_of_all: gets the loss of the step when it runs."""
-        super().__init__(step, whole_model, trial, micro_batches)
-        self._sum = sum_of_all
+    def __init__(self, step: Step, evaluation: "Evaluation") -> None:
+        super().__init__(step, evaluation.whole_model, evaluation.trial, evaluation.micro_batches)
+        self._sum = evaluation.sum  # which gets the loss of the step when it runs
 
     def forward(self, model: nn.Module) -> torch.Tensor:
         """Run the forward of the whole step, without gradients. Return this rank's share of the
@@ -137,14 +129,14 @@ class Evaluation:
     whole_model: WholeModel
     trial: SumTrial
     micro_batches: MicroBatches
-    _sum: EvaluationLoss = field(default_factory=EvaluationLoss, init=False)
+    sum: EvaluationLoss = field(default_factory=EvaluationLoss, init=False)
 
     def __iter__(self) -> Iterator[EvaluationItem]:
         """Yield the steps, each sample once. Collective over the world."""
-        self._sum = EvaluationLoss()
+        self.sum = EvaluationLoss()
         for step in once_each(self.dataloader, self.plan_steps):
-            yield EvaluationItem(step, self.whole_model, self.trial, self.micro_batches, self._sum)
+            yield EvaluationItem(step, self)
 
     def mean_loss(self) -> float:
         """Return the mean loss over all targets so far; nan without any. Collective."""
-        return self._sum.mean(self.whole_model.setup.communicator)
+        return self.sum.mean(self.whole_model.setup.communicator)
