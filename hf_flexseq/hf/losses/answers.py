@@ -123,21 +123,15 @@ class Answers:
             with self.pausing(False):
                 yield
             return
-        trainer = self._trainer
+        asked = [(self._trainer.model, self.answer_of_policy)]
+        reference = getattr(self._trainer, "ref_model", None)
+        if reference is not None:
+            asked.append((reference, partial(self._answer, REFERENCE, reference)))
         with ExitStack() as answered:
             answered.enter_context(Patch(self, _running=model, _is_paused=False))
-            answered.enter_context(
-                answered_by(trainer.model, self.answer_of_policy, is_paused=self._paused)
-            )
-            reference = getattr(trainer, "ref_model", None)
-            if reference is not None:
-                answered.enter_context(
-                    answered_by(
-                        reference,
-                        partial(self._answer, REFERENCE, reference),
-                        is_paused=self._paused,
-                    )
-                )
+            for one, answer in asked:
+                paused = partial(getattr, self, "_is_paused")
+                answered.enter_context(answered_by(one, answer, is_paused=paused))
             yield
 
     @contextmanager
@@ -175,9 +169,6 @@ class Answers:
         labels = batch.get("labels") if self._head.is_own else self._labels
         with Patch(self._trainer, **patches), Patch(self, _labels=labels):
             yield
-
-    def _paused(self) -> bool:
-        return self._is_paused
 
     def pausing(self, is_paused: bool) -> Patch:
         """Leave calls to the models themselves inside a block, or answer them again."""
