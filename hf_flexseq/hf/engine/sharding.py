@@ -110,10 +110,7 @@ class FsdpPolicies:
         self._communicator = communicator
         self._over_replicas = over_replicas
         self.taken: set[FsdpPolicy] = set()  # by the steps so far
-        # those of the model that the last step ran: to find them is a walk through all its modules
-        self._model: nn.Module | None = None
-        self._units: list[FSDPModule] = []
-        self._outermost: list[FSDPModule] = []
+        self.forget_model()
 
     def use(self, token_bytes: float) -> None:
         """Choose by so many bytes of a token from now on."""
@@ -121,10 +118,11 @@ class FsdpPolicies:
             self.figures = replace(self.figures, token_bytes=token_bytes)
 
     def forget_model(self) -> None:
-        """Drop the model that the last step ran, and its units."""
-        self._model = None
-        self._units = []
-        self._outermost = []
+        """Drop the model that the last step ran, and its units, which are kept since finding them
+        is a walk through all modules."""
+        self._model: nn.Module | None = None
+        self._units: list[FSDPModule] = []
+        self._outermost: list[FSDPModule] = []
 
     def find_units(self, model: nn.Module) -> None:
         """Find the units of a model; a model that FSDP2 does not shard has none."""

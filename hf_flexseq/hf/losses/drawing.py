@@ -82,27 +82,21 @@ class Drawing:
             keeps_groups = engine.args.shared_prefixes == GROUPS
             self._generations = Generations(trainer, keeps_groups=keeps_groups)
         self._may_change = bool(users_methods(trainer, _CHANGE_BATCHES))
+        self._num_batches = 0  # of a step
+        self._changes_samples = False  # on their way to the loss, as a subclass may
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all drawn batches."""
         # of the steps to come
         self._iterator: Iterator[Any] | None = None
-        self._num_batches = 0  # of a step
         self._rows: Rows = iter(())
         self._drawn: deque[StepBatches] = deque()  # of a dataset
         self._to_come: deque[list[ModelCall]] = deque()  # of samples that are there already
-        self._changes_samples = False  # on their way to the loss, as a subclass may
         # of the step whose batches were returned
         self._current = _NOTHING
         self._step: RankMicroBatches | None = None
         self._taken: list[Any] = []  # those of its batches that have come
-
-    def clear(self) -> None:
-        """Forget all drawn batches."""
-        self._iterator = None
-        self._rows = iter(())
-        self._drawn.clear()
-        self._to_come.clear()
-        self._current = _NOTHING
-        self._step = None
-        self._taken = []
 
     # ---- batches
 
