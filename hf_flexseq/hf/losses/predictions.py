@@ -13,6 +13,7 @@ and everything after that is the Trainer's own loop. Whole vocabularies of logit
 refused before (`prediction_checks.py`).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
+from hf_flexseq.hf.losses.heads import labels_of_padding
 from hf_flexseq.hf.losses.prediction_checks import as_given, value_parts
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.hf.model.loss import ChunkedLoss, attach_chunked_loss
@@ -37,6 +39,8 @@ from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.source_row import Columns, SourceRow
+
+logger = logging.getLogger(__name__)
 
 # Runs the model on a micro-batch of a step, and returns further figures of its tokens, each
 # [tokens, ...], and sums over them.
@@ -64,6 +68,7 @@ class TokenPredictions:
         self._with_loss = "loss" in trainer.args.include_for_metrics and not self._has_own_loss
         self._chunked: ChunkedLoss | None = None
         self._is_started = False
+        self._has_noted_padding = False
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
@@ -84,6 +89,7 @@ class TokenPredictions:
             self._is_started = True
         takes_images = self._engine.whole_model.takes_images
         predicted = PredictedBatch(self._trainer, batch, takes_images=takes_images)
+        self._note_padding(predicted.call, batch.get("labels"))
         if not self._has_own_loss:
             predicted.leave_out_repeats()
         step = self._engine.step_of(
@@ -92,6 +98,20 @@ class TokenPredictions:
             forward_only=True,
         )
         return predicted, self._run(predicted, step, forward), step
+
+    def _note_padding(self, call: ModelCall, labels: torch.Tensor | None) -> None:
+        """Warn once about labels with which a metric may compare what is predicted for padding."""
+        if labels is None or self._has_noted_padding:
+            return
+        count = int(labels_of_padding(call, labels).sum())
+        if count:
+            self._has_noted_padding = True
+            logger.warning(
+                "%d labels of an evaluation batch are targets beside padding, of padding or of a "
+                "first token behind it: predictions are %d there, where the plain Trainer's have "
+                "a value, and the loss leaves these labels out; make them %d",
+                *(count, IGNORE_INDEX, IGNORE_INDEX),
+            )
 
     def _run(
         self, predicted: "PredictedBatch", step: RankMicroBatches, forward: Forward
