@@ -3,7 +3,8 @@ weights, bytes by layers.
 
     linear part                        by the weights that multiply a token, so that the stage with
                                        the LM head is priced with it
-    attention, launches, activations   by layers
+    attention, launches, activations   by layers; besides, a stage keeps its result, and the last
+                                       one the rows of the final norm and the head
     model state                        by parameters, copies of weights in 16 bits included
 
 Where ranks share every chunk of a stage by Ulysses, each has a part of a chunk's work and bytes,
@@ -28,6 +29,10 @@ class StageTokenBytes:
 
     hidden: int
     """Hidden states between two layers."""
+
+    head: int
+    """Whatever the final norm and the head keep until the backward: the norm's input and its
+    normalised rows, the head's input and the gradient of it."""
 
     kv: int
     """Keys and values of one layer, on the mean of all."""
@@ -141,15 +146,18 @@ def _stage_cost(
     # Layers with attention are taken to be spread evenly over the stages.
     attention_ns = cost.forward_pair_s * NS
     head_ns = 0.0
+    result_bytes = token.hidden  # of what the stage sends, and keeps until its backward
     if index == len(stage.spans) - 1:
         head_ns = linear_ns * sizes.head
+        result_bytes = token.head
 
-    # 2. bytes of a token: at least the hidden states between layers, and one byte
+    # 2. bytes of a token: at least the inputs of layers, and the result
     kv_bytes = float(layers * token.kv)
-    hidden_bytes = layers * token.hidden
-    token_bytes = max(cost.token_bytes * share_of_layers - kv_bytes, hidden_bytes, 1.0)
+    inputs_bytes = layers * token.hidden
+    kept_bytes = max(cost.token_bytes * share_of_layers - kv_bytes, inputs_bytes)
+    token_bytes = kept_bytes + result_bytes
     # a layer that is checkpointed anyway saves nothing more
-    input_bytes = token_bytes if checkpointed else min(hidden_bytes, token_bytes)
+    input_bytes = token_bytes if checkpointed else float(inputs_bytes + result_bytes)
     return StageCost(
         linear_ns=linear_ns * sum(sizes.layers[start:stop]),
         head_ns=head_ns,

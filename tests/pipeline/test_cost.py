@@ -13,7 +13,7 @@ from hf_flexseq.pipeline.stages import cut
 from tests.hf.tiny import tiny_llama
 
 COST = PRESETS["flexsp-gpt-7b-a100"]
-TOKEN = StageTokenBytes(hidden=8192, kv=4096, owed=90_000)
+TOKEN = StageTokenBytes(hidden=8192, head=32_768, kv=4096, owed=90_000)
 INSIDE_NS = 1e9 * TOKEN.hidden / COST.bandwidth(2, False)
 ACROSS_NS = 1e9 * TOKEN.hidden / COST.bandwidth(16, False)
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.layer_bytes import FLOAT32_BYTES
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
@@ -384,6 +385,8 @@ def token_bytes(model: PreTrainedModel, *, hidden_bytes: int) -> StageTokenBytes
     gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
     return StageTokenBytes(
         hidden=shape.hidden * hidden_bytes,
+        # norms compute in float32
+        head=shape.hidden * (max(hidden_bytes, FLOAT32_BYTES) + 3 * hidden_bytes),
         kv=key_value * shape.dtype_bytes * shape.attention_count // shape.layers,
         owed=(inputs + gradients) * shape.dtype_bytes,
     )
