@@ -2,7 +2,6 @@
 
     timeline_of_step(step, ...)      a Timeline in nanoseconds, of a step of a file
     pipeline_timeline(plan, cost)    the same of a plan and its cost
-    report(plan, cost)               seconds, bubble and peaks in one record
 
 Times are the longest path through the plan's actions (`pipeline/planning/walk.py`), so they are
 exact for the given cost of each action. They leave out transfers that disturb each other and
@@ -10,7 +9,6 @@ stages that disturb their own computing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.cost import CostModel
@@ -21,23 +19,6 @@ from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.view.timeline import ACTION_KINDS, Event, Memory, Timeline
 
 EVENT_KINDS = dict(zip(KINDS, ACTION_KINDS, strict=True))  # kind of an action -> of its event
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """A step in numbers."""
-
-    seconds: float
-    """Seconds until the last rank is done."""
-
-    bubble: float
-    """Share of the ranks' time without work."""
-
-    peak_bytes: tuple[int, ...]
-    """[rank] Most bytes in flight."""
-
-    peak_tokens: tuple[int, ...]
-    """[rank] Most tokens in flight; a checkpointed token counts whole."""
 
 
 def timeline_of_step(step: RecordedStep, cost_model: CostModel | None, limits: Limits) -> Timeline:
@@ -89,38 +70,6 @@ def pipeline_timeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:
         stop=stop,
         unit="ns",
     )
-
-
-def report(plan: PipelinePlan, cost: PipelineCost) -> Report:
-    """Return the step in numbers."""
-    timeline = pipeline_timeline(plan, cost)
-    peaks = [0] * plan.ranks
-    for sample in timeline.memory:
-        peaks[sample.rank] = max(peaks[sample.rank], sample.bytes)
-    return Report(
-        seconds=timeline.stop / 1e9,
-        bubble=timeline.share("wait"),
-        peak_bytes=tuple(peaks),
-        peak_tokens=peak_tokens(plan),
-    )
-
-
-def peak_tokens(plan: PipelinePlan) -> tuple[int, ...]:
-    """Return each rank's maximum of tokens between their forward and the end of their backward."""
-    chunk_numbers = plan.places()
-    peaks = []
-    for actions in plan.actions:
-        tokens_held = 0
-        peak = 0
-        for action in actions:
-            chunk = plan.chunks[chunk_numbers[action.unit, action.chunk]]
-            if action.kind == "F":
-                tokens_held += chunk.tokens
-            elif action.kind in ("B", "W"):
-                tokens_held -= chunk.tokens
-            peak = max(peak, tokens_held)
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def tokens_as_time(plan: PipelinePlan) -> PipelineCost:
