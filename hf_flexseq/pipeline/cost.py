@@ -47,8 +47,8 @@ def pipeline_cost(
     token: StageTokenBytes,
     *,
     checkpointed: bool,
-    degree: int = 1,
-    topology: Topology | None = None,
+    degree: int,
+    topology: Topology,
 ) -> PipelineCost:
     """Return the cost of all stages.
 
@@ -56,23 +56,20 @@ def pipeline_cost(
     stage: of any rank; each knows the sizes and spans of all
     checkpointed: True if all layers are checkpointed in any case
     degree: ranks that share every chunk of a stage by Ulysses
-    topology: of the world, in which ranks with the same stage are neighbours; None for a world
-        inside one node
+    topology: of the world, in which ranks with the same stage are neighbours
     """
     stages = []
     for index in range(len(stage.spans)):
         stage_cost = _stage_cost(cost, stage, index, token, checkpointed)
         if degree > 1:
             share_of_layers = stage_cost.layers / len(stage.sizes.layers)
-            exchange_bandwidth = cost.bandwidth(
-                degree, _shares_across(stage, index, degree, topology)
-            )
-            stage_cost = _shared(cost, stage_cost, share_of_layers, degree, exchange_bandwidth)
+            spans_nodes = _shares_across(stage, index, degree, topology)
+            bandwidth = cost.bandwidth(degree, spans_nodes)
+            stage_cost = _shared(cost, stage_cost, share_of_layers, degree, bandwidth)
         stages.append(stage_cost)
     send_ns = NS * token.hidden / degree / cost.bandwidth(2, False)
-    if topology is not None:
-        across_ns = NS * token.hidden / degree / cost.bandwidth(2, True)
-        send_ns += _share_across(stage, topology) * (across_ns - send_ns)
+    across_ns = NS * token.hidden / degree / cost.bandwidth(2, True)
+    send_ns += _share_across(stage, topology) * (across_ns - send_ns)
     return PipelineCost(stages=tuple(stages), send_ns=send_ns)
 
 
@@ -91,11 +88,9 @@ def _share_across(stage: Stage, topology: Topology) -> float:
     return across / max(1, hops)
 
 
-def _shares_across(stage: Stage, number: int, degree: int, topology: Topology | None) -> bool:
+def _shares_across(stage: Stage, number: int, degree: int, topology: Topology) -> bool:
     """Return whether any `degree` ranks that share the chunks of stage `number` sit on more than
     one node: the slowest of them set the stage's pace."""
-    if topology is None:
-        return False
     for first in _ranks_of(stage, number, topology)[::degree]:
         if topology.spans_nodes(first, first + degree):
             return True
@@ -171,9 +166,7 @@ def _stage_cost(
     )
 
 
-def room_bytes(
-    cost: CostModel, stage: Stage, *, sharded_over: int = 1, mixed: bool = False
-) -> Sequence[int]:
+def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int, mixed: bool) -> Sequence[int]:
     """Return the bytes that each rank of a pipeline has left for chunks in flight.
 
     cost: of the whole model

@@ -114,8 +114,8 @@ def peaks(rank, world_size):
     for checkpointing in (False, True):
         options = {"checkpointing": checkpointing, "chunked_loss": True, "zero_stage": 0}
         cost = analytic_cost_model(shape, DEVICES["CPU"], topology, **options)
-        stages = pipeline_cost(cost, executor.stage, of_token, checkpointed=checkpointing).stages
-        analytic.append(stages)
+        options = {"checkpointed": checkpointing, "degree": 1, "topology": topology}
+        analytic.append(pipeline_cost(cost, executor.stage, of_token, **options).stages)
 
     # 2. counted
     cost, found = counted_cost(executor), {}
