@@ -25,7 +25,7 @@ from hf_flexseq.checkpoints.optimizer import (
     state_of,
     write_optimizer,
 )
-from hf_flexseq.checkpoints.optimizer_files import SavedState, check_plain, clear, write_index
+from hf_flexseq.checkpoints.optimizer_files import check_plain, clear, named_state, write_index
 from hf_flexseq.checkpoints.sharded_optimizer import save_sharded_optimizer
 from hf_flexseq.checkpoints.shards import read_own, whole
 from hf_flexseq.distributed.communicator import Communicator
@@ -87,7 +87,7 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     write_tensors(tmp_path / "state" / "two", {key: tensors[key] for key in "gh"})
     files = dict.fromkeys("abcdef", "one") | dict.fromkeys("gh", "two")
     write_index(tmp_path / "state", files, values)
-    saved = SavedState(tmp_path / "state")
+    saved = named_state(tmp_path / "state")
     found = {key: stored[...] for key, stored in saved.tensors(tensors)}
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
@@ -111,7 +111,7 @@ def test_a_write_that_breaks_off_leaves_nothing_that_is_read(tmp_path, monkeypat
     clear(folder)
     write_tensors(folder / "one", {"a": torch.ones(2)})
     write_index(folder, {"a": "one"}, {})
-    assert SavedState(folder).keys() == {"a"}
+    assert named_state(folder).keys() == {"a"}
 
     def broken(tensors, path, **options):
         Path(path).write_bytes(b"half a file")
@@ -123,12 +123,12 @@ def test_a_write_that_breaks_off_leaves_nothing_that_is_read(tmp_path, monkeypat
         write_tensors(folder / "state-00001-of-00001.safetensors", {"a": torch.ones(2)})
     assert not (folder / "state-00001-of-00001.safetensors").exists()
     with pytest.raises(ValueError, match="has no index.json: saving was interrupted"):
-        SavedState(folder)
+        named_state(folder)
     clear(folder)
     assert [path.name for path in folder.iterdir()] == ["one"], "only files of ours are removed"
     (folder / "index.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="index.json is not an index of format 1"):
-        SavedState(folder)
+        named_state(folder)
 
 
 # ---- states that do not fit

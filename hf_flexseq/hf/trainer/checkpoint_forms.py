@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
+from hf_flexseq.checkpoints.files import stored_tensors
 from hf_flexseq.checkpoints.optimizer import (
     FOLDER,
     WHOLE,
@@ -272,14 +272,9 @@ def _check_shapes(model: PreTrainedModel, path: Path) -> None:
 
 
 def _stored(path: Path, names: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, slice of a safetensors file) of each tensor with one of some names, file by
-    file."""
+    """Return (name, slice of a safetensors file) of each tensor with one of some names."""
     files = {name: file for name, file in files_by_tensor(path).items() if name in names}
-    for file in sorted(set(files.values())):
-        with safe_open(path / file, framework="pt") as opened:
-            for name, its_file in files.items():
-                if its_file == file:
-                    yield name, opened.get_slice(name)
+    return stored_tensors(path, files)
 
 
 def _read(model: PreTrainedModel, path: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
