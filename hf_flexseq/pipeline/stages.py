@@ -97,16 +97,25 @@ class Stage:
             return self.stack.head.weight
         return None
 
+    @property
+    def second_copy(self) -> nn.Parameter | None:
+        """The last stage's copy of the tied tensor, which no file and no norm counts again."""
+        return None if self.is_first or not self.is_last else self.tied_parameter()
+
+    def renamed(self) -> dict[str, str]:
+        """Return the global names of parameters that have another one here: the head that copies
+        the embedding."""
+        tied = self.tied_parameter()
+        if tied is None or self.tied_name is None:
+            return {}
+        names = [name for name, p in self.stack.model.named_parameters() if p is tied]
+        return {name: self.tied_name for name in names if name != self.tied_name}
+
     def global_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return (global name, parameter) of this rank; both tied copies have the same name."""
-        tied = self.tied_parameter()
-        parameters = []
-        for name, parameter in self.stack.model.named_parameters():
-            global_name = name
-            if parameter is tied and self.tied_name is not None:
-                global_name = self.tied_name
-            parameters.append((global_name, parameter))
-        return parameters
+        renamed = self.renamed()
+        parameters = self.stack.model.named_parameters()
+        return [(renamed.get(name, name), parameter) for name, parameter in parameters]
 
 
 class Loss(NamedTuple):
