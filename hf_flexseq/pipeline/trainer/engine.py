@@ -49,7 +49,7 @@ from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
-from hf_flexseq.pipeline.exchange import ChunkExchange
+from hf_flexseq.pipeline.exchange import chunk_routes
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.planning.job import StagesJob
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
@@ -102,7 +102,7 @@ class PipelineEngine(FlexSeqEngine):
         self.ranks_per_stage = _ranks_per_stage(stages, self.degree, communicator.world_size)
         stage_index, member_index = divmod(communicator.rank, self.ranks_per_stage)
         self.replicas = self.ranks_per_stage // self.degree
-        self.replica = member_index // self.degree
+        self.replica = self._replica_of(communicator.rank)
         communicator.open_world()  # for the norm of gradients: no group is made in a step
         self.sharing = _sharing(communicator, self.degree)
         communicator.open_fast_blocks([self.degree])
@@ -144,7 +144,6 @@ class PipelineEngine(FlexSeqEngine):
             index=member_index,
             is_sharded=self.sharded is not None,
         )
-        self._exchange = ChunkExchange(communicator, self.ranks_per_stage, self.degree)
         self._token_columns: list[str] = []  # that some stage needs of each token
 
         self._checkpointing = NonReentrant(self.stage.stack.model)
@@ -285,8 +284,15 @@ class PipelineEngine(FlexSeqEngine):
         """Dispatch the drawn tokens to every rank of their replica. Collective over the world."""
         drawn = planned.drawn
         row = with_token_columns(drawn.row, self._token_columns)
-        columns = self._exchange(row, planned.plan, drawn.sources, self.replica)
+        routes = chunk_routes(
+            row, planned.plan, drawn.sources, self.communicator, self._replica_of
+        )
+        columns = routes.dispatch(row.columns)
         return RankChunks(planned, columns, replica=self.replica, device=self.accelerator.device)
+
+    def _replica_of(self, rank: int) -> int:
+        """Return the replica that a rank of the world works on."""
+        return rank % self.ranks_per_stage // self.degree
 
     def run(self, step: RankChunks, model: nn.Module, *, is_last: bool) -> None:
         """Run the actions of a training step: neither a micro-batch nor a wrapped model is run.
