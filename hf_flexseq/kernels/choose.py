@@ -74,11 +74,7 @@ def choose_kernel(
     The choice is logged once at INFO, with the reasons. Raises ValueError, with every kernel's
     reason, when there is none.
     """
-    return kernel_for(CallKind(device, dtype, head_dim, window, softcap))
-
-
-def kernel_for(calls: CallKind) -> Kernel:
-    """Return the fastest kernel for calls of one kind. See `choose_kernel`."""
+    calls = CallKind(device, dtype, head_dim, window, softcap)
     lines = tuple(explain(calls))
     for kernel in _candidates(calls.device):
         if kernel.reason_unsupported(calls) is None:
