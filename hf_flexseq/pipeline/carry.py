@@ -44,8 +44,6 @@ class CutPart:
     """The part of a sequence that a chunk begins with, and its queries' keys, made once per chunk:
     on CUDA segments copy their lengths to the device."""
 
-    __slots__ = ("_device", "_reads", "part")
-
     def __init__(self, part: Part, device: torch.device) -> None:
         self.part = part
         self._device = device
@@ -79,8 +77,6 @@ class CutRead(NamedTuple):
 
 class KVCarry:
     """Everything that one stage carries, by (layer, sequence)."""
-
-    __slots__ = ("_carried", "kernel")
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -129,19 +125,6 @@ class KVCarry:
 class Carried:
     """Keys and values of one sequence in one layer, and their gradients. Positions before `stored`
     are written, those from `drained` on have gone backward."""
-
-    __slots__ = (
-        "_carry",
-        "_dk",
-        "_dv",
-        "_keeps_grad",
-        "_key",
-        "_kv",
-        "drained",
-        "length",
-        "runs_again",
-        "stored",
-    )
 
     def __init__(
         self, carry: KVCarry, key: tuple[int, int], length: int, *, keeps_grad: bool

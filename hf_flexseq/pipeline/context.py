@@ -325,8 +325,6 @@ class CutZone(ZoneAttention):
     """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse
     alone; keys and values are in the carry."""
 
-    __slots__ = ("_key_shapes", "rows")
-
     def __init__(self, tokens: int) -> None:
         """tokens: of the part, which are the first of the row."""
         self.rows = slice(0, tokens)

@@ -37,8 +37,6 @@ Spans = tuple[tuple[int, int], ...]  # [start, stop) of the layers of every stag
 class Stage:
     """The part of the model that one rank has, which is several stages with virtual ones."""
 
-    __slots__ = ("count", "index", "sizes", "spans", "stack", "tied_name", "virtual", "width")
-
     def __init__(self, stack: Stack, index: int, count: int, spans: Spans) -> None:
         """Cut a whole stack to the part of rank `index` of `count` in its pipeline. spans: [start,
         stop) of the layers of all stages"""
@@ -128,8 +126,6 @@ class Loss(NamedTuple):
 
 class VirtualStage:
     """A stage of the model, on a rank that may have several."""
-
-    __slots__ = ("_alone", "_stack", "is_first", "is_last", "layers", "number")
 
     def __init__(self, stage: Stage, number: int) -> None:
         """number: the stage's among all stages of the model"""
