@@ -51,6 +51,7 @@ from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.exchange import chunk_routes
 from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.planning import PipelineOptions
 from hf_flexseq.pipeline.planning.job import StagesJob
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
@@ -226,7 +227,9 @@ class PipelineEngine(FlexSeqEngine):
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
-        job = StagesJob(cost=self.stage_costs(), options=self._options())
+        job = StagesJob(
+            cost=self.stage_costs(), options=self._plan_options(), replicas=self.replicas
+        )
         return start_planner(job, ahead=ahead)
 
     def _training_steps(self, lookahead: int, first_number: int) -> PrefetchedSteps:
@@ -252,18 +255,17 @@ class PipelineEngine(FlexSeqEngine):
             images=reader_of_text(config, "the stages of a pipeline take text"),
         )
 
-    def _options(self) -> dict[str, Any]:
-        """Return the fields of `PipelineOptions`, and `replicas`, as JSON values."""
+    def _plan_options(self) -> PipelineOptions:
+        """Return the options of planning the steps of one replica."""
         args = self.args
         max_tokens = args.max_tokens_per_rank
         if max_tokens is not None:
             max_tokens *= self.degree  # so many ranks share a chunk
-        return {
-            "replicas": self.replicas,
-            "schedule": args.pipeline_schedule,
-            "max_tokens": max_tokens,
-            "memory_limit": self.memory_limit,
-        }
+        return PipelineOptions(
+            schedule=args.pipeline_schedule,
+            max_tokens=max_tokens,
+            memory_limit=self.memory_limit,
+        )
 
     def stage_costs(self) -> PipelineCost:
         """Return the stages' current costs: activation checkpointing may begin with training."""
