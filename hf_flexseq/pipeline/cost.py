@@ -63,17 +63,17 @@ def pipeline_cost(
         stage_cost = _stage_cost(cost, stage, index, token, checkpointed)
         if degree > 1:
             share_of_layers = stage_cost.layers / len(stage.sizes.layers)
-            spans_nodes = _shares_across(stage, index, degree, topology)
+            spans_nodes = _spans_nodes(stage, index, degree, topology)
             bandwidth = cost.bandwidth(degree, spans_nodes)
             stage_cost = _shared(cost, stage_cost, share_of_layers, degree, bandwidth)
         stages.append(stage_cost)
     send_ns = NS * token.hidden / degree / cost.bandwidth(2, False)
     across_ns = NS * token.hidden / degree / cost.bandwidth(2, True)
-    send_ns += _share_across(stage, topology) * (across_ns - send_ns)
+    send_ns += _crossing_share(stage, topology) * (across_ns - send_ns)
     return PipelineCost(stages=tuple(stages), send_ns=send_ns)
 
 
-def _share_across(stage: Stage, topology: Topology) -> float:
+def _crossing_share(stage: Stage, topology: Topology) -> float:
     """Return the share of the hops between stages that cross nodes, for any rank of their stage:
     all are priced at their mean."""
     hops = len(stage.spans) - 1
@@ -88,7 +88,7 @@ def _share_across(stage: Stage, topology: Topology) -> float:
     return across / max(1, hops)
 
 
-def _shares_across(stage: Stage, number: int, degree: int, topology: Topology) -> bool:
+def _spans_nodes(stage: Stage, number: int, degree: int, topology: Topology) -> bool:
     """Return whether any `degree` ranks that share the chunks of stage `number` sit on more than
     one node: the slowest of them set the stage's pace."""
     for first in _ranks_of(stage, number, topology)[::degree]:
