@@ -88,25 +88,25 @@ class ChunkContext:
         carry: KVCarry,
         device: torch.device,
         *,
-        states: StateCarry | None = None,
-        checkpointed: frozenset[int] = frozenset(),
+        states: StateCarry,
+        find_programs: FindPrograms,
         sharing: Sharing | None = None,
-        find_programs: FindPrograms | None = None,
+        checkpointed: frozenset[int] = frozenset(),
     ) -> None:
         """Lay the chunk's row out.
 
         lengths: tokens per sequence of the plan
         carry: of the stage
         states: of the recurrent layers of the stage
+        find_programs: `programs_of_layouts` of the stage
+        sharing: with whom this rank shares the chunk's tokens; None when it has all
         checkpointed: layers, by index in the model, that drop their activations and compute them
             again in the backward
-        sharing: with whom this rank shares the chunk's tokens; None when it has all
-        find_programs: `programs_of_layouts` of the stage; None makes programs for this chunk alone
         """
         self.calls: list[Any] | None = None
         """Modules that have called attention in the forward that runs; None outside of one."""
         self.carry = carry
-        self.states = StateCarry() if states is None else states
+        self.states = states
         self.checkpointed = checkpointed
         # 1. the part of a cut sequence that it begins with
         cut = chunk.cut(lengths)
@@ -121,8 +121,6 @@ class ChunkContext:
             self.tokens = max(1, stop - start)
 
         # 3. what the attention of all layers does with them
-        if find_programs is None:
-            find_programs = programs_of_layouts(carry.kernel, sharing)
         self.programs = find_programs(_layout_of(chunk, lengths, sharing), device)
 
     def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "ChunkAttention":

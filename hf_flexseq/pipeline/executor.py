@@ -307,9 +307,9 @@ class _ChunkRun:
             self.executor.carry,
             self.device,
             states=self.executor.states,
-            checkpointed=frozenset(checkpointed),
-            sharing=self.executor.sharing,
             find_programs=self.executor.find_programs,
+            sharing=self.executor.sharing,
+            checkpointed=frozenset(checkpointed),
         )
 
     def close(self) -> None:
