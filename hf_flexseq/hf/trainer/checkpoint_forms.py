@@ -21,12 +21,13 @@ import copy
 import functools
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -186,21 +187,23 @@ def load_trainers_optimizer(trainer: Any, folder: str, communicator: Communicato
             f"has sharded does not read: it needs {WHOLE} and {WHOLE_SCHEDULER} of a Trainer, or "
             f"{FOLDER}/"
         )
+    model = trainer.model
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     load_optimizer(
-        trainer.model,
+        model,
         trainer.optimizer.optimizer,
         trainer.lr_scheduler,
         folder,
-        numbered=_numbered_names(trainer),
+        numbered=numbered_names(trainer, model, trained),
         gather=communicator.cpu_group.gather_values,
     )
 
 
-def _numbered_names(trainer: Any) -> list[list[str]]:
-    """Return the trained parameters as a Trainer groups and numbers them on one process, those
-    with weight decay first."""
-    names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+def numbered_names(trainer: Any, model: nn.Module, trained: Collection[str]) -> list[list[str]]:
+    """Return the trained parameters of a whole model as a Trainer groups and numbers them on one
+    process, those with weight decay first. trained: their names."""
+    decayed = set(trainer.get_decay_parameter_names(model))
+    names = [name for name, _ in model.named_parameters() if name in trained]
     return [
         [name for name in names if name in decayed],
         [name for name in names if name not in decayed],
