@@ -187,38 +187,34 @@ def is_named(folder: str | None) -> bool:
     return folder is not None and (Path(folder) / FOLDER).is_dir()
 
 
-def _alone(value: Any) -> list[Any]:
-    """Gather from this rank alone."""
-    return [value]
-
-
 def load_optimizer(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
     folder: str,
+    communicator: Communicator,
     *,
     numbered: Sequence[Sequence[str]] | None = None,
     renamed: Mapping[str, str] | None = None,
-    gather: Gather = _alone,
 ) -> None:
-    """Read the state of the parameters that this rank trains, and the scheduler's.
+    """Read the state of the parameters that this rank trains, and the scheduler's. Collective over
+    the world.
 
     Args:
         model: With the rank's own part of each parameter.
         optimizer: Of these parameters. A state that it has already is overwritten.
         scheduler: Of the learning rate.
         folder: A checkpoint that `write_optimizer` has written to.
+        communicator: Of the ranks that train the parameters together.
         numbered: For a checkpoint of a Trainer, which numbers parameters in `optimizer.pt`: names
             of all its parameters, by group, in the order of their numbers.
         renamed: The names in the whole model of parameters that have another one here.
-        gather: Shows all ranks their values, if this rank has only some of the parameters.
-            Collective over those ranks.
 
     Raises ValueError, on all ranks, when the state is not of the parameters that all ranks train
     together, or of another optimizer.
     """
     renamed = renamed or {}
+    gather = communicator.cpu_group.gather_values
     with ErrorCapture() as opening:
         if numbered is None:
             saved = named_state(Path(folder) / FOLDER)

@@ -83,9 +83,9 @@ def load_stage_optimizer(
         optimizer,
         scheduler,
         folder,
+        member.communicator,
         numbered=numbered,
         renamed=member.stage.renamed(),
-        gather=member.communicator.cpu_group.gather_values,
     )
 
 

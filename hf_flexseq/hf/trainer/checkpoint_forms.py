@@ -147,7 +147,7 @@ class ShardedCheckpoints(_Trainer):
                 self.optimizer.optimizer,
                 self.lr_scheduler,
                 checkpoint,
-                gather=communicator.cpu_group.gather_values,
+                communicator,
             )
         elif checkpoint is not None and is_sharded_at_load(self):
             load_trainers_optimizer(self, checkpoint, communicator)
@@ -194,8 +194,8 @@ def load_trainers_optimizer(trainer: Any, folder: str, communicator: Communicato
         trainer.optimizer.optimizer,
         trainer.lr_scheduler,
         folder,
+        communicator,
         numbered=numbered_names(trainer, model, trained),
-        gather=communicator.cpu_group.gather_values,
     )
 
 
