@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
-from hf_flexseq import FlexSeqArguments, FlexSeqEngine
+from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqEngine
 from hf_flexseq.base import versions
 from hf_flexseq.cost.analytic_model import PARAMETER_BYTES
 from hf_flexseq.distributed.reduction import local
@@ -23,6 +23,7 @@ from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.experts import right_gradients
 from hf_flexseq.hf.model.facts import adapters_beside_shards
 from hf_flexseq.hf.model.small import small_model
+from tests.differential.runs import begin_anew
 from tests.hf.experts import (
     EXPERTS,
     LAYOUTS,
@@ -41,11 +42,11 @@ from tests.hf.experts import (
 )
 from tests.hf.hybrids import HYBRIDS
 from tests.hf.model_families import SETTING, TAKEN, families, options_of, rows_of
-from tests.hf.objectives import BOUNDS, assert_alike
-from tests.hf.tiny import documents, own_batches, whole
-from tests.hf.trainers import difference
+from tests.hf.objectives import BOUNDS, OPTIONS, Case, assert_alike, make_trainer, save_inputs
+from tests.hf.tiny import documents, own_batches, refused, whole
+from tests.hf.trainers import difference, trained
 from tests.ranks import run_cases, run_ranks
-from tests.versions import pinned_transformers
+from tests.versions import pinned_transformers, reads_log_probabilities
 
 pytestmark = pytest.mark.processes
 
@@ -201,6 +202,41 @@ def test_ten_steps_of_trainers(tmp_path, training, layout):
     # KTO's KL comes of sums of log-probabilities of about 40 in float32, whose last bit is 4e-6
     assert apart.metrics < (1e-5 if training.kind == "kto" else bound), apart.metric
     assert not apart.missing
+
+
+# ---- a reference under ZeRO-3
+
+
+def of_experts(rank, world_size, folder):
+    """The plain trainer's difference from ours, and what is said of a reference that DeepSpeed
+    has prepared before the callback comes, under ZeRO-3, with experts that run one by one."""
+    case = Case(kind="dpo", steps=2, sharding="zero3")
+
+    def made(is_ours):
+        begin_anew(5)
+        models = {name: tiny_experts(seed) for seed, name in enumerate(("model", "ref_model"))}
+        return make_trainer(case, is_ours, folder, **models)
+
+    apart = difference(trained(made(False)), trained(made(True)))
+    with refused("ref_model .*DeepseekV3.*Experts.*put FlexSeqMixin in front of the trainer"):
+        FlexSeqCallback(made(False), FlexSeqArguments(**OPTIONS))
+    return apart
+
+
+def tiny_experts(seed):
+    model = make("DeepseekV3")
+    model.set_experts_implementation("eager")
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+@reads_log_probabilities
+def test_zero3_gathers_the_experts_of_a_reference_at_once(tmp_path):
+    save_inputs(tmp_path)
+    for apart in run_ranks(of_experts, 2, tmp_path, seconds=120):
+        assert_alike(apart, weights=BOUNDS["dpo"])
 
 
 # ---- adapters

@@ -25,6 +25,7 @@ only for models that it does not shard. In a sharded model it never writes them.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
@@ -34,6 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import Concatenate, WeightConverter
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.versions import (
     SHARDED_LOAD_FROM,
     is_older,
@@ -63,11 +65,51 @@ def gather_experts_at_once(model: nn.Module, accelerator: Accelerator) -> None:
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if not is_deepspeed or zero_stage(model, accelerator) < 3:
         return
+    _mark_experts(model)
+
+
+def _mark_experts(model: nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     for module in model.modules():
-        if type(module).__name__.endswith("Experts"):  # as transformers names them
+        if _has_experts(module):
             set_z3_leaf_module(module, True)
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Experts")  # as transformers names them
+
+
+def gathering_experts_at_once(args: Any) -> AbstractContextManager[None]:
+    """Have ZeRO-3 do so with every model, too, that DeepSpeed prepares inside a block, as TRL has
+    it prepare a reference while a trainer is made. args: the TrainingArguments."""
+    if getattr(args, "deepspeed_plugin", None) is None:
+        return nullcontext()
+    import deepspeed
+
+    initialize = deepspeed.initialize
+
+    def with_marked_experts(*given: Any, **named: Any) -> Any:
+        _mark_experts(named["model"])
+        return initialize(*given, **named)
+
+    return Patch(deepspeed, initialize=with_marked_experts)
+
+
+def experts_gathered_apart(model: nn.Module) -> set[str]:
+    """Return the classes of experts that ZeRO-3, which has prepared the model, does not gather at
+    once."""
+    from deepspeed.utils import z3_leaf_module
+
+    found, modules = set(), [model]
+    while modules:
+        module = modules.pop()
+        if z3_leaf_module(module):
+            continue
+        if _has_experts(module):
+            found.add(f"{type(module).__module__}.{type(module).__name__}")
+        modules += module.children()
+    return found
 
 
 def is_fully_sharded(model: nn.Module, accelerator: Accelerator) -> bool:

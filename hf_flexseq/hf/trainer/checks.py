@@ -10,10 +10,13 @@ import logging
 from functools import partial
 from typing import Any, NamedTuple
 
+from accelerate.utils import DistributedType
+from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import is_liger_kernel_available
 
 from hf_flexseq.base.refusals import Refusal, option, refuse, together
+from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 from hf_flexseq.distributed.connect import capabilities_on
@@ -40,7 +43,7 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.model.sharding import resolve_sync
+from hf_flexseq.hf.model.sharding import experts_gathered_apart, resolve_sync, zero_stage
 from hf_flexseq.hf.trainer.overrides import check_overrides
 from hf_flexseq.steps.users_code import package
 
@@ -173,6 +176,18 @@ def _steps_in_backward(trainer: Any) -> str | None:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     is_refused = optim in ("lomo", "adalomo") or optim.endswith("layerwise")
     return f"optim={optim!r}" if is_refused else None
+
+
+def _experts_of_reference(trainer: Any) -> str | None:
+    if trainer.accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return None
+    for name in ("ref_model", "teacher_model"):
+        model = getattr(trainer, name, None)
+        if isinstance(model, nn.Module) and zero_stage(model, trainer.accelerator) == 3:
+            apart = experts_gathered_apart(model)
+            if apart:
+                return f"a {name} that DeepSpeed has prepared, with {listed(sorted(apart))}"
+    return None
 
 
 def _figures_beside_fused_head(trainer: Any) -> str | None:
@@ -350,6 +365,14 @@ TRAINER: tuple[Refusal[Any], ...] = (
         found=_steps_in_backward,
         why="it updates the weights in every backward, and a step has several",
         instead="use adamw_torch",
+    ),
+    Refusal(
+        setting="FlexSeqCallback and a reference model with experts under ZeRO-3",
+        found=_experts_of_reference,
+        why="ZeRO-3 would gather the parameters of experts by counts of module calls, which "
+        "differ between ranks, so that they may wait for each other for ever",
+        instead="put FlexSeqMixin in front of the trainer, or list these classes in DeepSpeed's "
+        "zero_optimization.leaf_module.classes",
     ),
 )
 

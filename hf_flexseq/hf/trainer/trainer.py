@@ -61,7 +61,7 @@ from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.compiled_regions import leave_others_uncompiled
 from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss_kinds import has_own_loss, is_objective, is_on_samples
-from hf_flexseq.hf.model.sharding import gather_experts_at_once
+from hf_flexseq.hf.model.sharding import gather_experts_at_once, gathering_experts_at_once
 from hf_flexseq.hf.trainer.checkpoint_forms import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.checks import check_loss_of_model, check_trainer
 from hf_flexseq.hf.trainer.overrides import OF_SHARDED_CHECKPOINTS
@@ -138,7 +138,8 @@ class FlexSeqMixin(ShardedCheckpoints):
                 given, named = with_argument(
                     type(self), FlexSeqMixin, given, named, "model", stage
                 )
-        with accepted_by_trainer(self, arguments):
+        of_references = gathering_experts_at_once(arguments.get("args"))
+        with accepted_by_trainer(self, arguments), of_references:
             super().__init__(*given, **named)
         self._setup_flexseq(flexseq_args)
 

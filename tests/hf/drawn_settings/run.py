@@ -252,6 +252,9 @@ def judge(case, *, stock_only=False):
             found = [Judged(verdict=Verdict.HANGS, detail=str(died)[-2000:])]
     # An error of one rank alone counts by what it is, not by what the other made of it.
     told = [one for one in found if OTHER_RANK not in one.detail] or found
+    # A rank that waits inside the user's loss meanwhile is ended by what has launched both.
+    if any(one.verdict is Verdict.REFUSED for one in told):
+        told = [one for one in told if "LostRank: " not in one.detail]
     # Rank 0 alone logs what all ranks differ by.
     if any(one.verdict is Verdict.LOGGED for one in found):
         told = [one for one in told if one.verdict is not Verdict.SILENT]

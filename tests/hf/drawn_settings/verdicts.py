@@ -115,7 +115,7 @@ def bounds(case: Case) -> tuple[float, float]:
     if case.model in ("gemma2", "mistral", "qwen3", "gpt_oss"):
         return 1e-4, 1e-5  # their norms compute in float32
     is_rounded = case.trainer in ("sft", "dpo", "reward")  # TRL computes losses in float32
-    if is_rounded and (is_adaptive or case.sharding):
+    if sum((is_rounded, is_adaptive, case.sharding != "")) > 1:
         return 1e-4, 1e-5
     return 2e-6, 2e-6
 
