@@ -78,7 +78,7 @@ def choose_kernel(
     lines = tuple(explain(calls))
     for kernel in _candidates(calls.device):
         if kernel.reason_unsupported(calls) is None:
-            _log_once(lines)
+            log_once("attention kernel", lines)
             return kernel
     raise ValueError(f"no attention kernel for {calls} on {calls.device}: " + "; ".join(lines))
 
@@ -154,9 +154,9 @@ def _candidates(device: torch.device) -> tuple[Candidate, ...]:
 
 
 @functools.cache
-def _log_once(lines: tuple[str, ...]) -> None:
-    """Log a choice, with the reasons, unless the same was logged before."""
-    logger.info("attention kernel: %s", "; ".join(lines))
+def log_once(what: str, lines: tuple[str, ...]) -> None:
+    """Log a choice, with the reasons, unless the same was logged before. what: what was chosen."""
+    logger.info("%s: %s", what, "; ".join(lines))
 
 
 def _is_installed(package: str) -> bool:

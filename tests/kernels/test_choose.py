@@ -25,7 +25,7 @@ FLASH3, FLASH2, TORCH = "flash_attn3", "flash_attn", "torch_varlen"
 REMEMBERED = (
     flash_attn.package_problem,
     flash_attn3.package_problem,
-    choose._log_once,
+    choose.log_once,
     choose._fused_for_cuda,
 )
 
