@@ -209,7 +209,7 @@ def test_arguments_without_meaning_are_refused(arguments, problem):
 
 
 def test_fixed_schedules_say_that_they_do_not_fit():
-    problem = "schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"
+    problem = "schedule seq1f1b: 0F0.* Take pipeline_schedule='auto', which"
     with pytest.raises(PlanInfeasible, match=problem):
         pipelined([1000] * 4, price(2), schedule="seq1f1b", memory_limit=(1000, 1000))
     with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):
