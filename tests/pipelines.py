@@ -3,6 +3,7 @@
 from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
 from hf_flexseq.pipeline.planning.plan import Chunk, PipelinePlan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost, chunk_costs, shape_of
+from hf_flexseq.pipeline.planning.walk import timed
 from hf_flexseq.plan.shard import Slice
 
 
@@ -91,3 +92,28 @@ def relaxed(plan, cost):
                 stop = start + duration(action, place, costs)
                 moved, stops[action] = moved or stop != stops[action], stop
     return stops
+
+
+def peak_bytes(plan, cost):
+    """Of each rank, its peak bytes of chunks in flight."""
+    peaks = [0] * plan.ranks
+    for done in timed(plan, cost):
+        peaks[done.rank] = max(peaks[done.rank], done.held)
+    return tuple(peaks)
+
+
+def peak_tokens(plan):
+    """Of each rank, the most tokens between their forward and the end of their backward."""
+    chunk_numbers = plan.places()
+    peaks = []
+    for actions in plan.actions:
+        tokens_held = peak = 0
+        for action in actions:
+            chunk = plan.chunks[chunk_numbers[action.unit, action.chunk]]
+            if action.kind == "F":
+                tokens_held += chunk.tokens
+            elif action.kind in ("B", "W"):
+                tokens_held -= chunk.tokens
+            peak = max(peak, tokens_held)
+        peaks.append(peak)
+    return tuple(peaks)

@@ -29,7 +29,7 @@ from hf_flexseq.program.instructions import LayerShape
 
 class AttentionContext(Protocol):
     """The tokens that this rank works on, as one layer's attention sees them: a micro-batch's
-    `context.SequenceContext`, or `pipeline.context.LayerChunk`."""
+    `context.SequenceContext`, or `pipeline.context.ChunkAttention`."""
 
     @property
     def programs(self) -> MicroBatchPrograms:

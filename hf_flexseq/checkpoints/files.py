@@ -1,13 +1,15 @@
-"""Write files that appear when they are whole: under a partial name, which is then changed."""
+"""Write files that appear when they are whole: under a partial name, which is then changed. And
+read tensors out of several files, by rows."""
 
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 PARTIAL = ".partial"  # what the name of a file ends with until all of it is written
@@ -29,6 +31,16 @@ def write_tensors(
     partial = path.with_name(path.name + PARTIAL)
     save_file(_each_with_its_own_memory(tensors), partial, metadata=metadata)
     partial.replace(path)
+
+
+def stored_tensors(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield each tensor's name with the slice of its file that gives the tensor by rows, file by
+    file. files: name of each tensor's file in `folder`."""
+    for file in sorted(set(files.values())):
+        with safe_open(folder / file, framework="pt") as opened:
+            for name, its_file in files.items():
+                if its_file == file:
+                    yield name, opened.get_slice(name)
 
 
 def _each_with_its_own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -36,6 +36,8 @@ from hf_flexseq.checkpoints.optimizer_files import (
     check_plain,
     clear,
     is_plain,
+    named_state,
+    numbered_state,
     parameters_of,
     write_index,
 )
@@ -185,44 +187,39 @@ def is_named(folder: str | None) -> bool:
     return folder is not None and (Path(folder) / FOLDER).is_dir()
 
 
-def _alone(value: Any) -> list[Any]:
-    """Gather from this rank alone."""
-    return [value]
-
-
 def load_optimizer(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
     folder: str,
+    communicator: Communicator,
     *,
     numbered: Sequence[Sequence[str]] | None = None,
     renamed: Mapping[str, str] | None = None,
-    gather: Gather = _alone,
 ) -> None:
-    """Read the state of the parameters that this rank trains, and the scheduler's.
+    """Read the state of the parameters that this rank trains, and the scheduler's. Collective over
+    the world.
 
     Args:
         model: With the rank's own part of each parameter.
         optimizer: Of these parameters. A state that it has already is overwritten.
         scheduler: Of the learning rate.
         folder: A checkpoint that `write_optimizer` has written to.
+        communicator: Of the ranks that train the parameters together.
         numbered: For a checkpoint of a Trainer, which numbers parameters in `optimizer.pt`: names
             of all its parameters, by group, in the order of their numbers.
         renamed: The names in the whole model of parameters that have another one here.
-        gather: Shows all ranks their values, if this rank has only some of the parameters.
-            Collective over those ranks.
 
     Raises ValueError, on all ranks, when the state is not of the parameters that all ranks train
     together, or of another optimizer.
     """
     renamed = renamed or {}
+    gather = communicator.cpu_group.gather_values
     with ErrorCapture() as opening:
-        saved: SavedState | _NumberedState
         if numbered is None:
-            saved = SavedState(Path(folder) / FOLDER)
+            saved = named_state(Path(folder) / FOLDER)
         else:
-            saved = _NumberedState(Path(folder) / WHOLE, numbered)
+            saved = numbered_state(Path(folder) / WHOLE, numbered)
         optimizer.zero_grad(set_to_none=True)  # torch makes a state only without gradients
         state = _flat_state(model, optimizer)
     opening.raise_on_all_ranks(gather, f"opening the optimizer's state in {folder}")
@@ -280,7 +277,7 @@ def _check_fits(
 
 
 def _read(
-    saved: "SavedState | _NumberedState",
+    saved: SavedState,
     state: dict[str, Any],
     own_key_of: Mapping[str, str],
     folder: str,
@@ -320,63 +317,6 @@ def _forget(
 def _shape_of(stored: Any) -> list[int]:
     """Return the shape of a tensor, or of a safetensors slice."""
     return list(stored.shape if isinstance(stored, torch.Tensor) else stored.get_shape())
-
-
-class _NumberedState:
-    """The state in an `optimizer.pt`, with the keys that it would have by names. Tensors stay on
-    disk until they are read."""
-
-    __slots__ = ("_path", "_tensors", "_values")
-
-    def __init__(self, path: Path, groups: Sequence[Sequence[str]]) -> None:
-        """groups: names of parameters in the order of their numbers. Raises ValueError when the
-        file has others."""
-        saved = torch.load(  # noqa: TID251
-            path, map_location="cpu", weights_only=True, mmap=True
-        )
-        own = [list(group) for group in groups if group]
-        found = [group for group in saved["param_groups"] if group["params"]]
-        sizes, expected = ([len(group["params"]) for group in found], [len(g) for g in own])
-        if sizes != expected:
-            raise ValueError(
-                f"{path} has the state of {sum(sizes)} parameters in groups of {sizes}, but this "
-                f"run trains {sum(expected)} in groups of {expected}"
-            )
-        self._path = path
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._values: dict[str, Any] = {}
-        for group, names in zip(found, own, strict=True):
-            options = {key: value for key, value in group.items() if key != "params"}
-            for name, number in zip(names, group["params"], strict=True):
-                self._add(f"param_groups.{name}", options)
-                state = saved["state"].get(number)
-                if state:
-                    self._add(f"state.{name}", state)
-                else:
-                    self._values[f"state.{name}"] = None
-
-    def _add(self, prefix: str, values: Mapping[str, Any]) -> None:
-        """Add values under keys with a common prefix."""
-        for name, value in values.items():
-            kind = self._tensors if isinstance(value, torch.Tensor) else self._values
-            kind[f"{prefix}.{name}"] = value
-
-    def keys(self) -> set[str]:
-        """Return the keys of all tensors and of all other values."""
-        return self._tensors.keys() | self._values.keys()
-
-    def value(self, key: str) -> Any:
-        """Return a value other than a tensor. Raises ValueError for a tensor."""
-        if key not in self._values:
-            raise ValueError(f"{self._path} holds {key} as a tensor, not as this run's number")
-        return self._values[key]
-
-    def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each key with its whole tensor. Raises ValueError for other values."""
-        for key in keys:
-            if key not in self._tensors:
-                raise ValueError(f"{self._path} holds {key} as a number, not as this run's tensor")
-            yield key, self._tensors[key]
 
 
 def _load_scheduler(scheduler: Any, optimizer: Any, folder: str) -> None:

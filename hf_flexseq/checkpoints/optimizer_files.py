@@ -18,6 +18,8 @@ of it for all of it:
 2. `write_tensors` writes each file, `write_json` the scheduler's state.
 3. `write_index` writes the index. A folder without an index is refused.
 
+`named_state` reads a folder, and `numbered_state` the `optimizer.pt` of a Trainer.
+
 Rejected: `torch.distributed.checkpoint`. Its `.metadata` is a pickle, and to unpickle a file is to
 run code from it. Its writer for safetensors knows tensors only, so learning rates would need a
 separate file anyway. Folders of that format are refused; scripts/convert_optimizer.py reads
@@ -25,13 +27,14 @@ folders that its user trusts.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch
 
-from hf_flexseq.checkpoints.files import PARTIAL, write_json
+from hf_flexseq.checkpoints.files import PARTIAL, stored_tensors, write_json
 
 INDEX = "index.json"
 SCHEDULER = "scheduler.json"
@@ -86,50 +89,91 @@ def write_index(folder: Path, tensors: Mapping[str, str], values: Mapping[str, A
 
 
 class SavedState:
-    """The state in a folder. Tensors stay on disk until they are asked for."""
+    """A saved state by key. Tensors stay on disk until they are asked for."""
 
-    __slots__ = ("_files", "_folder", "_values")
-
-    def __init__(self, folder: Path) -> None:
-        """Read the index. Raises ValueError for a folder without one, or with a pickle."""
-        if (folder / PICKLED).exists():
-            raise ValueError(
-                f"{folder / PICKLED} is a pickle, which could run any code and is not read: "
-                f"`{CONVERTER}` makes a checkpoint NEW of a checkpoint OLD that you trust"
-            )
-        if not (folder / INDEX).is_file():
-            raise ValueError(f"{folder} has no {INDEX}: saving was interrupted")
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        if not isinstance(index, dict) or index.get("format") != FORMAT:
-            raise ValueError(f"{folder / INDEX} is not an index of format {FORMAT}")
-        self._folder = folder
-        self._files: dict[str, str] = index["tensors"]
-        self._values: dict[str, Any] = index["values"]
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, Any],
+        values: Mapping[str, Any],
+        read: Callable[[dict[str, Any]], Iterable[tuple[str, Any]]],
+    ) -> None:
+        """path: for messages. tensors: by key, a tensor or its place. values: all others. read:
+        yields some of `tensors`, each by rows."""
+        self._path = path
+        self._tensors = tensors
+        self._values = values
+        self._read = read
 
     def keys(self) -> set[str]:
         """Return the keys of all tensors and of all other values."""
-        return self._files.keys() | self._values.keys()
+        return self._tensors.keys() | self._values.keys()
 
     def value(self, key: str) -> Any:
-        """Return a value other than a tensor, lists for tuples. Raises ValueError for a tensor."""
+        """Return a value other than a tensor, maybe a list for a tuple. Raises ValueError for a
+        tensor."""
         if key not in self._values:
-            raise ValueError(f"{self._folder} holds {key} as a tensor, not as this run's number")
+            raise ValueError(f"{self._path} holds {key} as a tensor, not as this run's number")
         return self._values[key]
 
-    def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Yield each key with the slice of its file that gives its tensor by rows, file by file.
+    def tensors(self, keys: Iterable[str]) -> Iterable[tuple[str, Any]]:
+        """Yield each key with its whole tensor, or with the slice of a file that gives it by rows.
         Raises ValueError for other values."""
-        wanted = list(keys)
-        for key in wanted:
-            if key not in self._files:
-                raise ValueError(
-                    f"{self._folder} holds {key} as a number, not as this run's tensor"
-                )
-        for file in sorted({self._files[key] for key in wanted}):
-            with safe_open(self._folder / file, framework="pt") as opened:
-                for key in wanted:
-                    if self._files[key] == file:
-                        yield key, opened.get_slice(key)
+        wanted = {}
+        for key in keys:
+            if key not in self._tensors:
+                raise ValueError(f"{self._path} holds {key} as a number, not as this run's tensor")
+            wanted[key] = self._tensors[key]
+        return self._read(wanted)
+
+
+def named_state(folder: Path) -> SavedState:
+    """Return the state in a folder. Raises ValueError for a folder without an index, or with a
+    pickle."""
+    if (folder / PICKLED).exists():
+        raise ValueError(
+            f"{folder / PICKLED} is a pickle, which could run any code and is not read: "
+            f"`{CONVERTER}` makes a checkpoint NEW of a checkpoint OLD that you trust"
+        )
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} has no {INDEX}: saving was interrupted")
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise ValueError(f"{folder / INDEX} is not an index of format {FORMAT}")
+    files: dict[str, str] = index["tensors"]
+    return SavedState(folder, files, index["values"], partial(stored_tensors, folder))
+
+
+def numbered_state(path: Path, groups: Sequence[Sequence[str]]) -> SavedState:
+    """Return the state in a Trainer's `optimizer.pt`, with the keys that it would have by names.
+
+    groups: names of parameters in the order of their numbers. Raises ValueError when the file has
+    others.
+    """
+    saved = torch.load(  # noqa: TID251
+        path, map_location="cpu", weights_only=True, mmap=True
+    )
+    own = [list(group) for group in groups if group]
+    found = [group for group in saved["param_groups"] if group["params"]]
+    sizes, expected = ([len(group["params"]) for group in found], [len(g) for g in own])
+    if sizes != expected:
+        raise ValueError(
+            f"{path} has the state of {sum(sizes)} parameters in groups of {sizes}, but this "
+            f"run trains {sum(expected)} in groups of {expected}"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for group, names in zip(found, own, strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        for name, number in zip(names, group["params"], strict=True):
+            state = saved["state"].get(number)
+            if not state:
+                values[f"state.{name}"] = None
+            for prefix, part in (("param_groups", options), ("state", state or {})):
+                for key, value in part.items():
+                    kind = tensors if isinstance(value, torch.Tensor) else values
+                    kind[f"{prefix}.{name}.{key}"] = value
+    return SavedState(path, tensors, values, dict.items)
 
 
 def parameters_of(keys: Iterable[str]) -> set[str]:

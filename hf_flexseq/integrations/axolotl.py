@@ -19,7 +19,6 @@ and which its builder for reinforcement learning calls without a model.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
@@ -28,7 +27,6 @@ from pydantic import BaseModel, model_validator
 from hf_flexseq.base.refusals import Refusal, above_one, option, refuse, same_step, together
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older, needs
-from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.integrations.options import options_in
 
 PATH = "hf_flexseq.integrations.axolotl.FlexSeqPlugin"
@@ -43,11 +41,6 @@ _LOSS_PLUGINS = ("cut_cross_entropy", "diffusion", "kd")
 _OTHER_ATTENTION = ("fp8", "sage", "xformers", "flex_attention")
 
 _OWN_RL = ("dpo", "ipo", "kto", "grpo", "gdpo")  # losses on log-probabilities of TRL's head
-
-
-def flexseq_arguments(block: Mapping[str, Any] | None) -> FlexSeqArguments:
-    """Return the options of a `flexseq:` block. Raises as `options_in` does."""
-    return options_in(block or {}, "axolotl")
 
 
 # ---- settings of axolotl that are refused
@@ -192,7 +185,9 @@ class FlexSeqInput(BaseModel):
         """Raise ValueError for options that are unknown or wrong, and for settings of axolotl that
         contradict planned steps."""
         try:
-            together(lambda: flexseq_arguments(self.flexseq), lambda: refuse(CONFIGURATION, self))
+            together(
+                lambda: options_in(self.flexseq, "axolotl"), lambda: refuse(CONFIGURATION, self)
+            )
         except NotImplementedError as error:
             raise ValueError(str(error)) from error
         return self
@@ -218,8 +213,7 @@ class FlexSeqPlugin(BasePlugin):
         from hf_flexseq.hf.trainer.training_data import flexseq_collator
 
         check_trainer_class(trainer)
-        block = cfg.get("flexseq")
-        options = flexseq_arguments(None if block is None else dict(block))
+        options = options_in(cfg.get("flexseq"), "axolotl")
         callback = FlexSeqCallback(trainer, options)
         # axolotl's evaluations collate with this one, and not with the trainer's data_collator
         if getattr(trainer, "eval_data_collator", None) is not None:

@@ -8,12 +8,13 @@ from hf_flexseq.base.values import did_you_mean, quoted
 from hf_flexseq.config import FlexSeqArguments, refuse_removed
 
 
-def options_in(given: Mapping[str, Any], tool: str) -> FlexSeqArguments:
+def options_in(given: Mapping[str, Any] | None, tool: str) -> FlexSeqArguments:
     """Return the options with these values. Raises ValueError for unknown names and for a
     pipeline, and as `FlexSeqArguments` does.
 
-    tool: name of the tool, which loads the model itself.
+    given: None for no value. tool: name of the tool, which loads the model itself.
     """
+    given = given or {}
     known = [one.name for one in fields(FlexSeqArguments)]
     for name in map(str, given):
         if name not in known:

@@ -11,10 +11,10 @@ They are compared with `tests/kernels/reference.py`, a plain softmax of each seq
 its guarantees for every call that it serves in `capabilities.KernelCapabilities`; `cuda_flash`
 holds the common part of the CUDA builds. `choose.choose_kernel` picks one for a device, a dtype
 and a head size, and says why the others do not serve; `kinds.choose_kernels` does so for a model
-whose layers differ; `merge.merge_into` merges results over different keys. `fused` has the
-operations on rows and heads between kernel calls, in torch or as Triton kernels (`triton_fused`).
-`chunked_loss` is the language model's head and loss; `products` adds up products of 16-bit
-matrices in float32.
+whose layers differ; `merge.merge_into` merges results over different keys. `fused_operations` has
+the operations on rows and heads between kernel calls, in torch or as Triton kernels
+(`triton_fused`). `chunked_loss` is the language model's head and loss; `products` adds up products
+of 16-bit matrices in float32.
 
 Notation: Tq query rows and Tk key rows of all sequences together, n query rows and m key rows of
 one sequence; H query heads, Hkv heads of keys and values, D the head size.

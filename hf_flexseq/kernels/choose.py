@@ -74,15 +74,11 @@ def choose_kernel(
     The choice is logged once at INFO, with the reasons. Raises ValueError, with every kernel's
     reason, when there is none.
     """
-    return kernel_for(CallKind(device, dtype, head_dim, window, softcap))
-
-
-def kernel_for(calls: CallKind) -> Kernel:
-    """Return the fastest kernel for calls of one kind. See `choose_kernel`."""
+    calls = CallKind(device, dtype, head_dim, window, softcap)
     lines = tuple(explain(calls))
     for kernel in _candidates(calls.device):
         if kernel.reason_unsupported(calls) is None:
-            _log_once(lines)
+            log_once("attention kernel", lines)
             return kernel
     raise ValueError(f"no attention kernel for {calls} on {calls.device}: " + "; ".join(lines))
 
@@ -158,9 +154,9 @@ def _candidates(device: torch.device) -> tuple[Candidate, ...]:
 
 
 @functools.cache
-def _log_once(lines: tuple[str, ...]) -> None:
-    """Log a choice, with the reasons, unless the same was logged before."""
-    logger.info("attention kernel: %s", "; ".join(lines))
+def log_once(what: str, lines: tuple[str, ...]) -> None:
+    """Log a choice, with the reasons, unless the same was logged before. what: what was chosen."""
+    logger.info("%s: %s", what, "; ".join(lines))
 
 
 def _is_installed(package: str) -> bool:

@@ -271,7 +271,7 @@ class HeadChunks:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        needs_grad: Sequence[bool] = (False, False, False),
+        needs_grad: Sequence[bool],
     ) -> None:
         """hidden [T, C], weight [V, C], bias [V] or None. needs_grad: of these three."""
         self.hidden = hidden

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hf_flexseq.kernels import Kernel, KernelCall
-from hf_flexseq.kernels.capabilities import CallKind
-from hf_flexseq.kernels.choose import kernel_for
+from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.cuda_flash import CudaFlash
 from hf_flexseq.kernels.cudnn_long import Heads
 
@@ -54,7 +53,7 @@ def choose_kernels(
     for kind in kinds:
         for key in _keys(kind):
             if key not in chosen:
-                chosen[key] = _named(kind.name, CallKind(device, dtype, *key))
+                chosen[key] = _named(kind.name, device, dtype, key)
             kernel = chosen[key]
             if isinstance(kernel, CudaFlash) and not (key.window or key.softcap):
                 own = [Heads(*heads, kind.head_dim, dtype) for heads in sorted(kind.heads)]
@@ -108,9 +107,10 @@ def _keys(kind: LayerCalls) -> list[_CallProperties]:
     return [_CallProperties(kind.head_dim, True, kind.softcap), whole]
 
 
-def _named(layer: str, calls: CallKind) -> Kernel:
+def _named(layer: str, device: torch.device, dtype: torch.dtype, calls: _CallProperties) -> Kernel:
     """Return the kernel for such calls. Raises ValueError that names the layer."""
+    head_dim, window, softcap = calls
     try:
-        return kernel_for(calls)
+        return choose_kernel(device, dtype, head_dim, window=window, softcap=softcap)
     except ValueError as error:
         raise ValueError(f"{layer}: {error}") from error

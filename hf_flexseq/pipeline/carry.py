@@ -28,16 +28,14 @@ its checkpointing drops without an error.
 In shapes, `tokens` counts the chunk's part of the sequence.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.recurrent.carry import WrongOrder
+from hf_flexseq.attention.recurrent.carry import Part, WrongOrder
 from hf_flexseq.base.layers import Reach, Scores
 from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
 from hf_flexseq.kernels.segments import Segments
-from hf_flexseq.plan.shard import Slice
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -46,9 +44,7 @@ class CutPart:
     """The part of a sequence that a chunk begins with, and its queries' keys, made once per chunk:
     on CUDA segments copy their lengths to the device."""
 
-    __slots__ = ("_device", "_reads", "part")
-
-    def __init__(self, part: Slice, device: torch.device) -> None:
+    def __init__(self, part: Part, device: torch.device) -> None:
         self.part = part
         self._device = device
         self._reads: dict[Reach, CutRead] = {}
@@ -82,8 +78,6 @@ class CutRead(NamedTuple):
 class KVCarry:
     """Everything that one stage carries, by (layer, sequence)."""
 
-    __slots__ = ("_carried", "kernel")
-
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self._carried: dict[tuple[int, int], Carried] = {}
@@ -91,8 +85,7 @@ class KVCarry:
     def at(
         self,
         layer: int,
-        part: Slice,
-        length: int,
+        part: Part,
         *,
         keeps_grad: bool,
         runs_again: bool = False,
@@ -100,7 +93,6 @@ class KVCarry:
         """Return the keys and values that `layer` carries of the sequence to which `part` belongs,
         beginning with the sequence's first chunk.
 
-        length: tokens of the sequence
         keeps_grad: True if a backward will follow; otherwise the sequence is over with its last
             chunk's forward
         runs_again: True if the part is in a checkpointed region; then it is over with the step
@@ -113,7 +105,7 @@ class KVCarry:
                 raise WrongOrder(
                     f"layer {layer}: sequence {part.sequence} begins at {part.start} instead of 0"
                 )
-            self._carried[key] = Carried(self, key, length, keeps_grad=keeps_grad)
+            self._carried[key] = Carried(self, key, part.length, keeps_grad=keeps_grad)
         carried = self._carried[key]
         carried.runs_again |= runs_again
         return carried
@@ -121,14 +113,6 @@ class KVCarry:
     def drop(self, key: tuple[int, int]) -> None:
         """Forget a sequence that is over. key: (layer, sequence)"""
         del self._carried[key]
-
-    def bytes(self) -> int:
-        """Return the memory of all buffers."""
-        total = 0
-        for carried in self._carried.values():
-            for buffer in carried.buffers():
-                total += buffer.numel() * buffer.element_size()
-        return total
 
     def check_empty(self) -> None:
         """Raise WrongOrder unless all begun sequences have been drained; forget all of them."""
@@ -141,19 +125,6 @@ class KVCarry:
 class Carried:
     """Keys and values of one sequence in one layer, and their gradients. Positions before `stored`
     are written, those from `drained` on have gone backward."""
-
-    __slots__ = (
-        "_carry",
-        "_dk",
-        "_dv",
-        "_keeps_grad",
-        "_key",
-        "_kv",
-        "drained",
-        "length",
-        "runs_again",
-        "stored",
-    )
 
     def __init__(
         self, carry: KVCarry, key: tuple[int, int], length: int, *, keeps_grad: bool
@@ -173,12 +144,6 @@ class Carried:
     def is_over(self) -> bool:
         """True if no backward is missing, though replays may have been."""
         return self.stored == self.length and not self._keeps_grad
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """Yield K and V [2, length, kv_heads, head_dim], and their prefix gradients."""
-        for buffer in (self._kv, self._dk, self._dv):
-            if buffer is not None:
-                yield buffer
 
     def forward(
         self,
@@ -213,9 +178,7 @@ class Carried:
         part = cut.part
         q, out, lse = saved
         if self.stored < self.length or part.stop != self.drained:
-            raise WrongOrder(
-                f"{self}: the backward of [{part.start}, {part.stop}) is not the next one"
-            )
+            raise WrongOrder(f"{self}: the backward of {part} is not the next one")
         # 1. dq [tokens, heads, head_dim]; dk, dv [keys, kv_heads, head_dim]
         read = cut.read(reach)
         k, v = self._keys(read.first, part.stop)
@@ -243,15 +206,13 @@ class Carried:
             self._dv = None
         return dq, dkv[0], dkv[1]
 
-    def _store(self, part: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _store(self, part: Part, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [tokens, kv_heads, head_dim] into the buffer, unless this is a replay.
         Raises WrongOrder when the part is not the next one."""
         if self.is_over or (self.stored == self.length and part.stop == self.drained):
             return  # a replay
         if part.start != self.stored or part.stop > self.length:
-            raise WrongOrder(
-                f"{self}: the forward of [{part.start}, {part.stop}) is not the next one"
-            )
+            raise WrongOrder(f"{self}: the forward of {part} is not the next one")
         if self._kv is None:
             self._kv = k.new_empty(2, self.length, *k.shape[1:])
         self._kv[0, part.start : part.stop] = k

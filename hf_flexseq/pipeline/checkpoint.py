@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from hf_flexseq.checkpoints.files import write_json, write_tensors
+from hf_flexseq.checkpoints.files import stored_tensors, write_json, write_tensors
 from hf_flexseq.checkpoints.shards import read_own, whole
 from hf_flexseq.checkpoints.weight_files import INDEX, files_by_tensor
 from hf_flexseq.distributed.communicator import Communicator
@@ -83,11 +82,9 @@ def _owned_tensors(member: StageMember) -> dict[str, torch.Tensor]:
     """Return the stage's whole tensors by global name on the rank that writes them, {} elsewhere;
     the first stage's copy of a tied one. Collective over ranks that share the parameters."""
     stage = member.stage
-    copied = stage.tied_parameter() if stage.is_last else None
-    dropped = {name for name, p in stage.stack.model.named_parameters() if p is copied}
     tensors = {}
-    for name, tensor in stage.stack.model.state_dict().items():
-        if name in dropped:
+    for name, tensor in stage.stack.model.state_dict(keep_vars=True).items():
+        if tensor is stage.second_copy:
             continue
         gathered = whole(tensor.detach()).contiguous()  # [rows / ranks, ...] -> [rows, ...]
         if member.writes:
@@ -137,20 +134,15 @@ def load_stage(stage: Stage, folder: str) -> None:
     them."""
     path = Path(folder)
     files = files_by_tensor(path)
-    own = dict(stage.stack.model.state_dict(keep_vars=True))
-    tied = stage.tied_parameter()
-    global_names = {}
-    for name, tensor in own.items():
-        global_names[name] = name
-        if tensor is tied and stage.tied_name:
-            global_names[name] = stage.tied_name
-    missing = sorted({name for name in global_names.values() if name not in files})
+    renamed = stage.renamed()
+    own = {}  # by global name
+    for name, tensor in stage.stack.model.state_dict(keep_vars=True).items():
+        own[renamed.get(name, name)] = tensor
+    missing = sorted(own.keys() - files.keys())
     if missing:
         raise ValueError(
             f"{folder} has no {', '.join(missing)}: it is not a checkpoint of this model"
         )
-    for file in sorted({files[name] for name in global_names.values()}):
-        with safe_open(path / file, framework="pt") as tensors, torch.no_grad():
-            for name, global_name in global_names.items():
-                if files[global_name] == file:
-                    read_own(tensors.get_slice(global_name), own[name])  # [own rows, ...]
+    with torch.no_grad():
+        for name, stored in stored_tensors(path, {name: files[name] for name in own}):
+            read_own(stored, own[name])  # [own rows, ...]

@@ -5,7 +5,8 @@ A chunk's row is [the part of a cut sequence | whole sequences], either of which
 
     ChunkContext    the chunk on one stage, with the programs of its attention
     ChunkLayout     the input of these programs: chunks of one layout share them
-    LayerChunk      its attention in one layer
+    ChunkAttention  its attention in one layer
+    ChunkInLayer    the chunk in one run of a layer, for its recurrent calls
     CutZone         the part of a cut sequence, which also reads the carry
     CallsZone       the whole sequences, as in a group of one rank
 
@@ -78,9 +79,7 @@ def programs_of_layouts(kernel: Kernel, sharing: Sharing | None) -> FindPrograms
 class ChunkContext:
     """A chunk on a stage. A plain class, as `SequenceContext` is, and for the same reason."""
 
-    __slots__ = (
-        *("_cut", "_lengths", "calls", "carry", "checkpointed", "programs", "states", "tokens"),
-    )
+    __slots__ = ("_cut", "calls", "carry", "checkpointed", "programs", "states", "tokens")
 
     def __init__(
         self,
@@ -89,30 +88,31 @@ class ChunkContext:
         carry: KVCarry,
         device: torch.device,
         *,
-        states: StateCarry | None = None,
-        checkpointed: frozenset[int] = frozenset(),
+        states: StateCarry,
+        find_programs: FindPrograms,
         sharing: Sharing | None = None,
-        find_programs: FindPrograms | None = None,
+        checkpointed: frozenset[int] = frozenset(),
     ) -> None:
         """Lay the chunk's row out.
 
         lengths: tokens per sequence of the plan
         carry: of the stage
         states: of the recurrent layers of the stage
+        find_programs: `programs_of_layouts` of the stage
+        sharing: with whom this rank shares the chunk's tokens; None when it has all
         checkpointed: layers, by index in the model, that drop their activations and compute them
             again in the backward
-        sharing: with whom this rank shares the chunk's tokens; None when it has all
-        find_programs: `programs_of_layouts` of the stage; None makes programs for this chunk alone
         """
         self.calls: list[Any] | None = None
         """Modules that have called attention in the forward that runs; None outside of one."""
         self.carry = carry
-        self.states = StateCarry() if states is None else states
+        self.states = states
         self.checkpointed = checkpointed
-        self._lengths = lengths
         # 1. the part of a cut sequence that it begins with
-        part = chunk.cut(lengths)  # None without one
-        self._cut = None if part is None else CutPart(part, device)
+        cut = chunk.cut(lengths)
+        self._cut: CutPart | None = None
+        if cut is not None:
+            self._cut = CutPart(Part(*cut, lengths[cut.sequence]), device)
 
         # 2. this rank's tokens: all, a part of them, or a dummy token
         self.tokens = chunk.tokens
@@ -121,29 +121,21 @@ class ChunkContext:
             self.tokens = max(1, stop - start)
 
         # 3. what the attention of all layers does with them
-        if find_programs is None:
-            find_programs = programs_of_layouts(carry.kernel, sharing)
         self.programs = find_programs(_layout_of(chunk, lengths, sharing), device)
 
-    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "LayerChunk":
+    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "ChunkAttention":
         """Return the context of one layer's attention, by its index in the model. keeps_grad: True
         if a backward will follow"""
         assert layer is not None, "a layer without an index cannot carry keys and values"
-        return LayerChunk(self, self._cut, layer, keeps_grad=keeps_grad)
+        return ChunkAttention(self, self._cut, layer, keeps_grad=keeps_grad)
 
     def carrying(self, layer: int, call: int, *, keeps_grad: bool) -> Carrying | None:
         """Return the state carried by a recurrent layer's call of this number; None if all
         sequences are whole. keeps_grad: True if a backward will follow"""
         if self._cut is None:
             return None
-        cut = self._cut.part
-        part = Part(cut.sequence, cut.start, cut.stop, self._lengths[cut.sequence])
         runs_again = checkpointed_region() is not None
-        return Carrying(self.states, (layer, call), part, keeps_grad, runs_again)
-
-    def length_of(self, part: CutPart) -> int:
-        """Return the tokens of a part's whole sequence."""
-        return self._lengths[part.part.sequence]
+        return Carrying(self.states, (layer, call), self._cut.part, keeps_grad, runs_again)
 
 
 def _layout_of(chunk: Chunk, lengths: tuple[int, ...], sharing: Sharing | None) -> ChunkLayout:
@@ -251,7 +243,7 @@ class ChunkInLayer:
         """Modules that have called attention, as the chunk has them."""
         return self.chunk.calls
 
-    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "LayerChunk":
+    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "ChunkAttention":
         """Return the context of attention; see `ChunkContext.of_layer`."""
         return self.chunk.of_layer(layer, keeps_grad=keeps_grad)
 
@@ -267,7 +259,7 @@ class ChunkInLayer:
         return self.chunk.carrying(self._layer, self._calls, keeps_grad=keeps_grad)
 
 
-class LayerChunk:
+class ChunkAttention:
     """A chunk as the attention of one layer sees it. The part of a cut sequence attends to the
     carry, too; where a replay finds keys and values, so nothing is kept for it."""
 
@@ -311,7 +303,6 @@ class LayerChunk:
         self._carried = self._chunk.carry.at(
             self._layer,
             self._part.part,
-            self._chunk.length_of(self._part),
             keeps_grad=self._keeps_grad,
             runs_again=self._runs_again,
         )
@@ -331,8 +322,6 @@ class LayerChunk:
 class CutZone(ZoneAttention):
     """The part of a sequence that a chunk begins with. For the backward it keeps q, out and lse
     alone; keys and values are in the carry."""
-
-    __slots__ = ("_key_shapes", "rows")
 
     def __init__(self, tokens: int) -> None:
         """tokens: of the part, which are the first of the row."""

@@ -3,7 +3,8 @@ weights, bytes by layers.
 
     linear part                        by the weights that multiply a token, so that the stage with
                                        the LM head is priced with it
-    attention, launches, activations   by layers
+    attention, launches, activations   by layers; besides, a stage keeps its result, and the last
+                                       one the rows of the final norm and the head
     model state                        by parameters, copies of weights in 16 bits included
 
 Where ranks share every chunk of a stage by Ulysses, each has a part of a chunk's work and bytes,
@@ -29,6 +30,10 @@ class StageTokenBytes:
     hidden: int
     """Hidden states between two layers."""
 
+    head: int
+    """Whatever the final norm and the head keep until the backward: the norm's input and its
+    normalised rows, the head's input and the gradient of it."""
+
     kv: int
     """Keys and values of one layer, on the mean of all."""
 
@@ -42,8 +47,8 @@ def pipeline_cost(
     token: StageTokenBytes,
     *,
     checkpointed: bool,
-    degree: int = 1,
-    topology: Topology | None = None,
+    degree: int,
+    topology: Topology,
 ) -> PipelineCost:
     """Return the cost of all stages.
 
@@ -51,27 +56,24 @@ def pipeline_cost(
     stage: of any rank; each knows the sizes and spans of all
     checkpointed: True if all layers are checkpointed in any case
     degree: ranks that share every chunk of a stage by Ulysses
-    topology: of the world, in which ranks with the same stage are neighbours; None for a world
-        inside one node
+    topology: of the world, in which ranks with the same stage are neighbours
     """
     stages = []
     for index in range(len(stage.spans)):
         stage_cost = _stage_cost(cost, stage, index, token, checkpointed)
         if degree > 1:
             share_of_layers = stage_cost.layers / len(stage.sizes.layers)
-            exchange_bandwidth = cost.bandwidth(
-                degree, _shares_across(stage, index, degree, topology)
-            )
-            stage_cost = _shared(cost, stage_cost, share_of_layers, degree, exchange_bandwidth)
+            spans_nodes = _spans_nodes(stage, index, degree, topology)
+            bandwidth = cost.bandwidth(degree, spans_nodes)
+            stage_cost = _shared(cost, stage_cost, share_of_layers, degree, bandwidth)
         stages.append(stage_cost)
     send_ns = NS * token.hidden / degree / cost.bandwidth(2, False)
-    if topology is not None:
-        across_ns = NS * token.hidden / degree / cost.bandwidth(2, True)
-        send_ns += _share_across(stage, topology) * (across_ns - send_ns)
+    across_ns = NS * token.hidden / degree / cost.bandwidth(2, True)
+    send_ns += _crossing_share(stage, topology) * (across_ns - send_ns)
     return PipelineCost(stages=tuple(stages), send_ns=send_ns)
 
 
-def _share_across(stage: Stage, topology: Topology) -> float:
+def _crossing_share(stage: Stage, topology: Topology) -> float:
     """Return the share of the hops between stages that cross nodes, for any rank of their stage:
     all are priced at their mean."""
     hops = len(stage.spans) - 1
@@ -86,11 +88,9 @@ def _share_across(stage: Stage, topology: Topology) -> float:
     return across / max(1, hops)
 
 
-def _shares_across(stage: Stage, number: int, degree: int, topology: Topology | None) -> bool:
+def _spans_nodes(stage: Stage, number: int, degree: int, topology: Topology) -> bool:
     """Return whether any `degree` ranks that share the chunks of stage `number` sit on more than
     one node: the slowest of them set the stage's pace."""
-    if topology is None:
-        return False
     for first in _ranks_of(stage, number, topology)[::degree]:
         if topology.spans_nodes(first, first + degree):
             return True
@@ -141,15 +141,18 @@ def _stage_cost(
     # Layers with attention are taken to be spread evenly over the stages.
     attention_ns = cost.forward_pair_s * NS
     head_ns = 0.0
+    result_bytes = token.hidden  # of what the stage sends, and keeps until its backward
     if index == len(stage.spans) - 1:
         head_ns = linear_ns * sizes.head
+        result_bytes = token.head
 
-    # 2. bytes of a token: at least the hidden states between layers, and one byte
+    # 2. bytes of a token: at least the inputs of layers, and the result
     kv_bytes = float(layers * token.kv)
-    hidden_bytes = layers * token.hidden
-    token_bytes = max(cost.token_bytes * share_of_layers - kv_bytes, hidden_bytes, 1.0)
+    inputs_bytes = layers * token.hidden
+    kept_bytes = max(cost.token_bytes * share_of_layers - kv_bytes, inputs_bytes)
+    token_bytes = kept_bytes + result_bytes
     # a layer that is checkpointed anyway saves nothing more
-    input_bytes = token_bytes if checkpointed else min(hidden_bytes, token_bytes)
+    input_bytes = token_bytes if checkpointed else float(inputs_bytes + result_bytes)
     return StageCost(
         linear_ns=linear_ns * sum(sizes.layers[start:stop]),
         head_ns=head_ns,
@@ -163,9 +166,7 @@ def _stage_cost(
     )
 
 
-def room_bytes(
-    cost: CostModel, stage: Stage, *, sharded_over: int = 1, mixed: bool = False
-) -> Sequence[int]:
+def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int, mixed: bool) -> Sequence[int]:
     """Return the bytes that each rank of a pipeline has left for chunks in flight.
 
     cost: of the whole model

@@ -1,8 +1,8 @@
 """Which stage gets which layers: the split whose slowest stage is fastest.
 
-The first stage also has the embedding, the last one the final norm and the LM head, which at a
-large vocabulary costs as much as several layers: dividing layers evenly is then 1.2 to 1.6 times
-slower than this. Every stage but the last has at least one layer.
+The first stage also has the embedding, which costs next to nothing, the last one the final norm
+and the LM head, which at a large vocabulary costs as much as several layers: dividing layers
+evenly is then 1.2 to 1.6 times slower than this. Every stage but the last has at least one layer.
 
     best(s, n) = min over m of max(best(s - 1, m), cost of stage s with layers m..n-1)
 
@@ -26,14 +26,13 @@ def divide_layers(
     costs: Sequence[int],
     stages: int,
     *,
-    first: int = 0,
     last: int = 0,
     inseparable: range = NONE,
 ) -> tuple[tuple[int, int], ...]:
     """Return [start, stop) of the layers of every stage.
 
     costs: of each layer, in any unit
-    first, last: costs of the first and of the last stage besides their layers
+    last: cost of the last stage besides its layers
     inseparable: layers that share keys, which one stage has all
 
     Raises ValueError for more stages than layers + 1, inseparable ones being one.
@@ -50,24 +49,18 @@ def divide_layers(
         raise ValueError(
             f"{len(costs)} layers{together} make at most {len(blocks) + 1} stages, not {stages}"
         )
-    division = _divide(blocks, stages, first, last)
+    division = _divide(blocks, stages, last)
     return tuple((bounds[start], bounds[stop]) for start, stop in division)
 
 
-def _divide(
-    costs: Sequence[int], stages: int, first: int, last: int
-) -> tuple[tuple[int, int], ...]:
+def _divide(costs: Sequence[int], stages: int, last: int) -> tuple[tuple[int, int], ...]:
     """Divide as `divide_layers` does, with all layers separable."""
     layers = len(costs)
     sums = (0, *accumulate(costs))
 
     def stage_cost(stage: int, start: int, stop: int) -> int:
         cost = sums[stop] - sums[start]
-        if stage == 0:
-            cost += first
-        if stage == stages - 1:
-            cost += last
-        return cost
+        return cost + last if stage == stages - 1 else cost
 
     # best[n] for the stages so far: (the slowest one's cost, where each of them starts). Tuples
     # compare the starts where costs are equal.

@@ -68,13 +68,13 @@ class PipelineExecutor:
     def __init__(
         self,
         stage: Stage,
-        neighbours: Neighbours | None,
+        neighbours: Neighbours,
         kernel: Kernel,
         *,
         sharing: Sharing | None = None,
     ) -> None:
-        """Take over the layers' forwards, until `detach`. neighbours: None for a pipeline of one.
-        sharing: the ranks of this stage that share every chunk's tokens; None for one rank."""
+        """Take over the layers' forwards, until `detach`. sharing: the ranks of this stage that
+        share every chunk's tokens; None for one rank."""
         self.stage = stage
         self.neighbours = neighbours
         self.sharing = sharing
@@ -163,8 +163,7 @@ class _ChunkRun:
         self.gradients: Inbox | None = None  # of the stage after
         self.gradients_out: Outbox | None = None
         self.inboxes: list[Inbox] = []
-        if executor.neighbours is not None:
-            self._open(executor.neighbours)
+        self._open(executor.neighbours)
 
     # ---- neighbours
 
@@ -308,9 +307,9 @@ class _ChunkRun:
             self.executor.carry,
             self.device,
             states=self.executor.states,
-            checkpointed=frozenset(checkpointed),
-            sharing=self.executor.sharing,
             find_programs=self.executor.find_programs,
+            sharing=self.executor.sharing,
+            checkpointed=frozenset(checkpointed),
         )
 
     def close(self) -> None:

@@ -50,8 +50,6 @@ class Item(NamedTuple):
 class Inbox:
     """Receives from one neighbour."""
 
-    __slots__ = ("_ahead", "_empty", "_index", "_link", "_numbers", "_order", "_posted")
-
     def __init__(
         self,
         link: StageLink,
@@ -107,8 +105,6 @@ def post_receives(inboxes: Sequence[Inbox], before: int) -> None:
 
 class Outbox:
     """Sends to one neighbour."""
-
-    __slots__ = ("_link", "_under_way", "_window")
 
     def __init__(self, link: StageLink, *, window: int | None) -> None:
         """window: how many sends may be under way; None leaves the waiting to `arrived`"""

@@ -21,7 +21,6 @@ from hf_flexseq.checkpoints.optimizer import (
 from hf_flexseq.checkpoints.optimizer_files import TENSORS
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.pipeline.checkpoint import StageMember
-from hf_flexseq.pipeline.stages import Stage
 
 
 def save_stage_optimizer(member: StageMember, optimizer: Any, scheduler: Any, folder: str) -> None:
@@ -43,8 +42,8 @@ def _owned_state(
     that share its parameters. Raises ValueError for a value that cannot be saved.
     """
     stage = member.stage
-    names = other_names(stage)
-    copied = stage.tied_name if stage.is_last else None  # the first stage writes it
+    names = stage.renamed()
+    copied = None if stage.second_copy is None else stage.tied_name  # the first stage writes it
     own_tensors, own_values = state_of(stage.stack.model, optimizer)
     tensors = {}
     values = {}
@@ -84,9 +83,9 @@ def load_stage_optimizer(
         optimizer,
         scheduler,
         folder,
+        member.communicator,
         numbered=numbered,
-        renamed=other_names(member.stage),
-        gather=member.communicator.cpu_group.gather_values,
+        renamed=member.stage.renamed(),
     )
 
 
@@ -94,12 +93,3 @@ def trained_names(member: StageMember) -> set[str]:
     """Return the global names of all stages' trained parameters. Collective over the world."""
     own = [name for name, p in member.stage.global_parameters() if p.requires_grad]
     return set().union(*member.communicator.cpu_group.gather_values(own))
-
-
-def other_names(stage: Stage) -> dict[str, str]:
-    """Return the global names of parameters renamed here: the head that copies the embedding."""
-    tied = stage.tied_parameter()
-    if tied is None or not stage.tied_name:
-        return {}
-    names = [name for name, p in stage.stack.model.named_parameters() if p is tied]
-    return {name: stage.tied_name for name in names if name != stage.tied_name}

@@ -51,8 +51,7 @@ def gradient_norm(stage: Stage, communicator: Communicator, *, counts: bool) -> 
     """Return the norm, a scalar in float64, of all stages' gradients, a tied tensor's once.
     Collective over the world. counts: True if this rank's gradients count: of one replica, or a
     share."""
-    # The first stage counts the tied tensor.
-    second_copy = stage.tied_parameter() if stage.is_last else None
+    second_copy = stage.second_copy  # the first stage counts it
     gradients = []
     for parameter in stage.stack.model.parameters():
         if parameter.grad is not None and parameter is not second_copy:

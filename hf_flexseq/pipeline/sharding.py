@@ -38,8 +38,6 @@ from hf_flexseq.pipeline.stages import Stage
 class ShardedStage:
     """Parameters of a stage, sharded over the ranks of a group. Make the optimizer afterwards."""
 
-    __slots__ = ("_group", "_model", "_units")
-
     def __init__(
         self, stage: Stage, group: dist.ProcessGroup, *, param_dtype: torch.dtype | None = None
     ) -> None:

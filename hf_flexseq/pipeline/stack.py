@@ -64,8 +64,6 @@ class LayerSizes(NamedTuple):
 class Stack:
     """Embedding, layers, norm and head of a decoder-only model, by their names."""
 
-    __slots__ = ("decoder", "embedding_name", "head_name", "model", "norm_name", "width")
-
     def __init__(self, model: nn.Module) -> None:
         """Find the parts. Raises NotImplementedError, with the reason, for another structure."""
         prefix = getattr(model, "base_model_prefix", "base model")

@@ -37,8 +37,6 @@ Spans = tuple[tuple[int, int], ...]  # [start, stop) of the layers of every stag
 class Stage:
     """The part of the model that one rank has, which is several stages with virtual ones."""
 
-    __slots__ = ("count", "index", "sizes", "spans", "stack", "tied_name", "virtual", "width")
-
     def __init__(self, stack: Stack, index: int, count: int, spans: Spans) -> None:
         """Cut a whole stack to the part of rank `index` of `count` in its pipeline. spans: [start,
         stop) of the layers of all stages"""
@@ -97,16 +95,25 @@ class Stage:
             return self.stack.head.weight
         return None
 
+    @property
+    def second_copy(self) -> nn.Parameter | None:
+        """The last stage's copy of the tied tensor, which no file and no norm counts again."""
+        return None if self.is_first or not self.is_last else self.tied_parameter()
+
+    def renamed(self) -> dict[str, str]:
+        """Return the global names of parameters that have another one here: the head that copies
+        the embedding."""
+        tied = self.tied_parameter()
+        if tied is None or self.tied_name is None:
+            return {}
+        names = [name for name, p in self.stack.model.named_parameters() if p is tied]
+        return {name: self.tied_name for name in names if name != self.tied_name}
+
     def global_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return (global name, parameter) of this rank; both tied copies have the same name."""
-        tied = self.tied_parameter()
-        parameters = []
-        for name, parameter in self.stack.model.named_parameters():
-            global_name = name
-            if parameter is tied and self.tied_name is not None:
-                global_name = self.tied_name
-            parameters.append((global_name, parameter))
-        return parameters
+        renamed = self.renamed()
+        parameters = self.stack.model.named_parameters()
+        return [(renamed.get(name, name), parameter) for name, parameter in parameters]
 
 
 class Loss(NamedTuple):
@@ -119,8 +126,6 @@ class Loss(NamedTuple):
 
 class VirtualStage:
     """A stage of the model, on a rank that may have several."""
-
-    __slots__ = ("_alone", "_stack", "is_first", "is_last", "layers", "number")
 
     def __init__(self, stage: Stage, number: int) -> None:
         """number: the stage's among all stages of the model"""

@@ -17,8 +17,6 @@ from hf_flexseq.steps.trace import LogFigures, PlanTrace
 class RankChunks(RankStep[StepPlan]):
     """The chunks of one replica's plan, with their tokens, on every rank of the replica."""
 
-    __slots__ = ("columns", "replica")
-
     def __init__(
         self,
         planned: PlannedStep,

@@ -77,8 +77,6 @@ def shared_chunk(tokens: int, inner: Sequence[ZoneAttention], sharing: Sharing) 
 class Together(Attention):
     """Zones that follow each other in the rows, as one; nothing in them waits."""
 
-    __slots__ = ("_saved", "zones")
-
     def __init__(self, zones: Sequence[ZoneAttention]) -> None:
         self.zones = tuple(zones)
         self._saved: dict[LayerShape, list[int]] = {}  # how many values each keeps, by layer

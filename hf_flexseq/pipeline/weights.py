@@ -39,8 +39,6 @@ BackwardKey = Hashable  # names the backward of a chunk on a stage
 class WeightGradients:
     """Store of one stage: postponed products by backward, and cast weights."""
 
-    __slots__ = ("_casts", "_deferred_to", "_keeps_casts", "_linears", "_waiting")
-
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         """Make plain nn.Linears inside `layers` use this store, until `detach`."""
         self._waiting: dict[BackwardKey, list[_Product]] = {}

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from transformers.distributed import DistributedConfig
 
+from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.reduction import local
@@ -132,15 +133,10 @@ def plans_of(topology: Topology) -> dict[str, dict[str, Any]]:
     plans: dict[str, dict[str, Any]] = {"auto": {}}
     if topology.world_size == 1:
         return plans
-    strategies = ["zigzag", "balanced", "ulysses"]
-    if topology.nodes > 1:
-        strategies.append("hybrid")
-    for strategy in strategies:
-        plans[strategy] = {
-            "planner": "static",
-            "sp_degree": topology.world_size,
-            "strategy": strategy,
-        }
+    for strategy in STRATEGIES[1:]:
+        if strategy != "hybrid" or topology.nodes > 1:
+            degree = topology.world_size
+            plans[strategy] = {"planner": "static", "sp_degree": degree, "strategy": strategy}
     return plans
 
 

@@ -113,13 +113,17 @@ class Recorder:
         *,
         group: int | None = None,
         degree: int = 0,
+        micro_batch: int | None = None,
     ) -> None:
         """Add an event of `rank` from when it is free; an empty one is left out.
 
-        The other arguments are fields of `Event`.
+        micro_batch: index of the micro-batch, or of a chunk; None for the micro-batch that was
+        begun last. The other arguments are fields of `Event`.
         """
         if duration <= 0:
             return
+        if micro_batch is None:
+            micro_batch = max(0, len(self._starts) - 1)
         start = self.clock[rank]
         self.clock[rank] = start + duration
         self._events[rank].append(
@@ -128,7 +132,7 @@ class Recorder:
                 start=start,
                 stop=start + duration,
                 kind=kind,
-                micro_batch=len(self._starts) - 1,
+                micro_batch=micro_batch,
                 group=group,
                 degree=degree,
                 label=label,

@@ -25,7 +25,7 @@ from hf_flexseq.checkpoints.optimizer import (
     state_of,
     write_optimizer,
 )
-from hf_flexseq.checkpoints.optimizer_files import SavedState, check_plain, clear, write_index
+from hf_flexseq.checkpoints.optimizer_files import check_plain, clear, named_state, write_index
 from hf_flexseq.checkpoints.sharded_optimizer import save_sharded_optimizer
 from hf_flexseq.checkpoints.shards import read_own, whole
 from hf_flexseq.distributed.communicator import Communicator
@@ -64,7 +64,7 @@ def test_a_planted_pickle_does_not_run(tmp_path):
         if not is_beside_the_index:
             (tmp_path / FOLDER / "index.json").unlink()
         with pytest.raises(ValueError) as raised:
-            load_optimizer(model, optimizer, scheduler, str(tmp_path))
+            load_optimizer(model, optimizer, scheduler, str(tmp_path), Communicator())
         assert str(raised.value) == f"{tmp_path}/{FOLDER}/{REFUSED}"
         assert not marks(tmp_path)
     pickle.loads(planted.read_bytes())
@@ -87,7 +87,7 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     write_tensors(tmp_path / "state" / "two", {key: tensors[key] for key in "gh"})
     files = dict.fromkeys("abcdef", "one") | dict.fromkeys("gh", "two")
     write_index(tmp_path / "state", files, values)
-    saved = SavedState(tmp_path / "state")
+    saved = named_state(tmp_path / "state")
     found = {key: stored[...] for key, stored in saved.tensors(tensors)}
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
@@ -111,7 +111,7 @@ def test_a_write_that_breaks_off_leaves_nothing_that_is_read(tmp_path, monkeypat
     clear(folder)
     write_tensors(folder / "one", {"a": torch.ones(2)})
     write_index(folder, {"a": "one"}, {})
-    assert SavedState(folder).keys() == {"a"}
+    assert named_state(folder).keys() == {"a"}
 
     def broken(tensors, path, **options):
         Path(path).write_bytes(b"half a file")
@@ -123,12 +123,12 @@ def test_a_write_that_breaks_off_leaves_nothing_that_is_read(tmp_path, monkeypat
         write_tensors(folder / "state-00001-of-00001.safetensors", {"a": torch.ones(2)})
     assert not (folder / "state-00001-of-00001.safetensors").exists()
     with pytest.raises(ValueError, match="has no index.json: saving was interrupted"):
-        SavedState(folder)
+        named_state(folder)
     clear(folder)
     assert [path.name for path in folder.iterdir()] == ["one"], "only files of ours are removed"
     (folder / "index.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="index.json is not an index of format 1"):
-        SavedState(folder)
+        named_state(folder)
 
 
 # ---- states that do not fit
@@ -204,7 +204,7 @@ def test_a_state_that_fits_comes_back_bit_for_bit(tmp_path):
     torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
     other, found, its_scheduler = small_run(seed=1)
     found.param_groups[0]["lr"] = 5.0
-    load_optimizer(other, found, its_scheduler, str(tmp_path))
+    load_optimizer(other, found, its_scheduler, str(tmp_path), Communicator())
     assert found.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert found.param_groups[0]["betas"] == (0.9, 0.999)
     for mine, wanted in zip(other.parameters(), model.parameters(), strict=True):
@@ -231,7 +231,7 @@ def test_a_parameter_without_a_gradient_has_no_state_afterwards_either(tmp_path)
     write_optimizer(str(tmp_path), [("one", tensors)], values, scheduler, Communicator())
     other, found, its_scheduler = small_run(kind=WithAnEmptyGroup, seed=1)
     found.param_groups[0]["lr"] = 5.0
-    load_optimizer(other, found, its_scheduler, str(tmp_path))
+    load_optimizer(other, found, its_scheduler, str(tmp_path), Communicator())
     assert set(found.state) == {other["in"].weight}
     assert [len(group["params"]) for group in found.param_groups] == [2, 0]
     assert found.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
@@ -255,14 +255,14 @@ def test_a_state_by_numbers_is_read_by_names(tmp_path, names):
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
     other, found, its_scheduler = small_run(seed=1)  # in one group
-    load_optimizer(other, found, its_scheduler, str(tmp_path), numbered=names)
+    load_optimizer(other, found, its_scheduler, str(tmp_path), Communicator(), numbered=names)
     for mine, wanted in zip(other.parameters(), model.parameters(), strict=True):
         for key, value in optimizer.state[wanted].items():
             assert torch.equal(found.state[mine][key], value), key
     assert its_scheduler.get_last_lr() == scheduler.get_last_lr()[:1]
     assert its_scheduler.base_lrs == scheduler.base_lrs[:1]
     with pytest.raises(ValueError, match=r"has the state of 2 parameters in groups of \["):
-        load_optimizer(other, found, its_scheduler, str(tmp_path), numbered=[[IN]])
+        load_optimizer(other, found, its_scheduler, str(tmp_path), Communicator(), numbered=[[IN]])
 
 
 def test_a_scheduler_whose_groups_differ_is_not_read_for_another_number_of_them():
@@ -305,7 +305,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path, saved, run, chan
     model, optimizer, _ = small_run(**saved)
     written(tmp_path, model, optimizer, change=change)
     with pytest.raises(ValueError, match=message) as raised:
-        load_optimizer(*small_run(**run), str(tmp_path))
+        load_optimizer(*small_run(**run), str(tmp_path), Communicator())
     assert "\n" not in str(raised.value)
 
 
@@ -361,7 +361,9 @@ def check_strided(rank, folder):
     save_sharded_optimizer(model, optimizers[model], scheduler, str(folder), Communicator())
     for one in (whole_model, model):
         fresh = torch.optim.AdamW(one.parameters(), lr=0.1)
-        load_optimizer(one, fresh, torch.optim.lr_scheduler.ConstantLR(fresh), str(folder))
+        load_optimizer(
+            one, fresh, torch.optim.lr_scheduler.ConstantLR(fresh), str(folder), Communicator()
+        )
         for key, value in optimizers[whole_model].state[whole_model.weight].items():
             assert torch.equal(whole(fresh.state[one.weight][key]), value), key
 

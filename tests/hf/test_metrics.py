@@ -4,13 +4,19 @@ as many ranks, made of logits that are never gathered."""
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import (
+    DataCollatorForSeq2Seq,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_flexseq import DataCollatorForFlexSeq
 from tests.hf.plain import Stream, float64_loss, logged
 from tests.hf.tiny import documents, reference_loss, refused, tiny_llama
-from tests.hf.trainers import OwnLoss, trainer_of
+from tests.hf.trainers import OwnLoss, trainer_of, word_tokenizer
 from tests.ranks import run_cases
 
 LENGTHS = [3, 50, 2, 17, 8, 30, 2, 61, 5, 12, 44]
@@ -271,6 +277,19 @@ def test_examples_without_a_collator_are_padded(tmp_path, collator):
     ours = trainer.predict(documents(LENGTHS))
     np.testing.assert_array_equal(ours.label_ids, stock.label_ids)
     np.testing.assert_array_equal(at_tokens(ours.predictions), at_tokens(stock.predictions))
+
+
+def test_labels_of_padding_are_told_of(tmp_path, caplog):
+    def labelled(examples):
+        batch = DataCollatorForSeq2Seq(word_tokenizer())([dict(own) for own in examples])
+        return {**batch, "labels": batch["labels"].where(batch["attention_mask"] == 1, 0)}
+
+    trainer = make(True, tmp_path, data_collator=labelled, **showing(best))
+    found = trainer.predict(documents(LENGTHS))
+    said = [record.message for record in caplog.records if "beside padding" in record.message]
+    assert len(said) == 1
+    assert "make them -100" in said[0]
+    assert (found.predictions[0][LENGTHS[0] :] == -100).all()
 
 
 def test_generated_predictions_are_refused(tmp_path):

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 from safetensors.numpy import load_file
 
+from hf_flexseq import FlexSeqArguments
 from hf_flexseq.base import versions
 from tests.hf.objectives import words_of
 from tests.hf.tiny import refused, tiny_llama
@@ -88,8 +89,8 @@ def test_the_plugin_names_a_class_that_can_be_imported_by_its_path(module):
 def test_options_are_those_of_flexseq_arguments(read, module):
     block = {"max_tokens_per_rank": 256, "cost_model": "estimate"}
     assert read(flexseq=block).model_dump(exclude_none=True)["flexseq"] == block
-    assert module.flexseq_arguments(block).max_tokens_per_rank == 256
-    assert module.flexseq_arguments(None) == module.FlexSeqArguments()
+    assert module.options_in(block, "axolotl").max_tokens_per_rank == 256
+    assert module.options_in(None, "axolotl") == FlexSeqArguments()
     read(flexseq=None)
 
 

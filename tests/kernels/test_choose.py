@@ -25,7 +25,7 @@ FLASH3, FLASH2, TORCH = "flash_attn3", "flash_attn", "torch_varlen"
 REMEMBERED = (
     flash_attn.package_problem,
     flash_attn3.package_problem,
-    choose._log_once,
+    choose.log_once,
     choose._fused_for_cuda,
 )
 
@@ -233,7 +233,9 @@ class Recorder:
 def test_every_call_goes_to_the_kernel_of_its_kind(monkeypatch):
     small = Recorder("small")
     large = Recorder("large")
-    monkeypatch.setattr(kinds, "kernel_for", lambda calls: large if calls.softcap else small)
+    monkeypatch.setattr(
+        kinds, "choose_kernel", lambda *_, softcap, **of: large if softcap else small
+    )
     wanted = [LayerCalls("a", 16, window=True), LayerCalls("b", 32, softcap=True)]
     kernel = choose_kernels(CPU, torch.float64, wanted)
     assert kernel.name == "small and large"
@@ -257,7 +259,9 @@ def test_every_call_goes_to_the_kernel_of_its_kind(monkeypatch):
 def test_kernels_whose_gradients_differ_in_dtype_do_not_go_together(monkeypatch):
     narrow = Recorder("narrow")
     wide = Recorder("wide", wide_gradients=True)
-    monkeypatch.setattr(kinds, "kernel_for", lambda calls: wide if calls.softcap else narrow)
+    monkeypatch.setattr(
+        kinds, "choose_kernel", lambda *_, softcap, **of: wide if softcap else narrow
+    )
     with pytest.raises(ValueError, match="narrow and wide, which this model's layers need"):
         choose_kernels(CPU, torch.float64, [FULL, LayerCalls("b", 16, softcap=True)])
 

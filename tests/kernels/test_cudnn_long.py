@@ -174,7 +174,7 @@ def test_what_does_not_is_left_alone_with_one_line(wrong, monkeypatch, caplog):
 def test_a_kernel_is_tried_for_all_calls_of_its_layers_when_it_is_chosen(monkeypatch):
     tried = []
     kernel = Split()
-    monkeypatch.setattr(kinds, "kernel_for", lambda calls: kernel)
+    monkeypatch.setattr(kinds, "choose_kernel", lambda *calls, **of: kernel)
     monkeypatch.setattr(
         cudnn_long, "is_verified", lambda heads, device, other: tried.append(heads) or True
     )

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
+from hf_flexseq.attention.recurrent.carry import StateCarry
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import KernelCall
@@ -15,7 +16,7 @@ from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.pipeline.carry import KVCarry
-from hf_flexseq.pipeline.context import ChunkContext
+from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
@@ -126,9 +127,14 @@ def run_chunks(ranks, *, checkpointed=False, layers=2, after=lambda: None):
         if ranks > 1:
             communicator = Communicator(TOPOLOGY, transport=transport)
             sharing = Sharing(communicator, tuple(range(ranks)), transport.rank)
+        of_stage = {
+            "states": StateCarry(),
+            "find_programs": programs_of_layouts(carry.kernel, sharing),
+            "sharing": sharing,
+        }
         leaves, outs = [], []
         for parts in CHUNKS:
-            chunk = ChunkContext(chunk_of(*parts), LENGTHS, carry, CUDA, sharing=sharing)
+            chunk = ChunkContext(chunk_of(*parts), LENGTHS, carry, CUDA, **of_stage)
             y = leaf(chunk.tokens)
             leaves.append(y)
             for layer in range(layers):

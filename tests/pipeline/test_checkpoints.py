@@ -9,7 +9,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq.checkpoints.optimizer import FOLDER
-from hf_flexseq.checkpoints.optimizer_files import SavedState
+from hf_flexseq.checkpoints.optimizer_files import named_state
 from tests.hf.tiny import VOCAB
 from tests.hf.trainers import update_error
 from tests.pipeline.test_trainer import (
@@ -80,7 +80,7 @@ def test_a_checkpoint_is_an_ordinary_one_and_the_optimizers_state_has_a_file_for
     assert {key for key in held if key.endswith(".exp_avg")} == {
         f"state.{name}.exp_avg" for name in trained
     }
-    assert SavedState(folder).value("param_groups.model.norm.weight.betas") == [0.9, 0.999]
+    assert named_state(folder).value("param_groups.model.norm.weight.betas") == [0.9, 0.999]
     assert held["state.model.embed_tokens.weight.exp_avg"] == names[0]
 
 

@@ -13,7 +13,7 @@ from hf_flexseq.pipeline.stages import cut
 from tests.hf.tiny import tiny_llama
 
 COST = PRESETS["flexsp-gpt-7b-a100"]
-TOKEN = StageTokenBytes(hidden=8192, kv=4096, owed=90_000)
+TOKEN = StageTokenBytes(hidden=8192, head=32_768, kv=4096, owed=90_000)
 INSIDE_NS = 1e9 * TOKEN.hidden / COST.bandwidth(2, False)
 ACROSS_NS = 1e9 * TOKEN.hidden / COST.bandwidth(16, False)
 
@@ -79,7 +79,7 @@ def test_room_counts_what_is_whole_during_a_step(ranks, mixed, whole_bytes):
     """Of 16 bytes a parameter, 8 are whole and 12 shared; weights are counted in both, the whole
     ones as 2 bytes in mixed precision."""
     stage, cost = stage_and_cost()
-    state = cost.budget_bytes - room_bytes(cost, stage)[0]
+    state = cost.budget_bytes - room_bytes(cost, stage, sharded_over=1, mixed=False)[0]
     memory_limit = room_bytes(cost, stage, sharded_over=ranks, mixed=mixed)[0]
     wanted = state * (whole_bytes + 12 / ranks) / 16
     assert cost.budget_bytes - memory_limit == pytest.approx(wanted, abs=2)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
@@ -17,6 +18,7 @@ from hf_flexseq.pipeline.stages import cut
 from tests import pipelines
 from tests.hf.tiny import documents, reference_gradients, tiny_llama
 from tests.pipeline.test_exactness import columns_of, gradients_of, largest_error, targets_of
+from tests.ranks import join
 
 LAYERS = 2
 LENGTHS = (11, 3)
@@ -51,7 +53,7 @@ def executor_of(kernel=None):
     model.set_attn_implementation(NAME)
     stage = cut(model.train(), 0, 1)
     attach_chunked_loss(model)
-    return PipelineExecutor(stage, None, kernel or CpuFlash())
+    return PipelineExecutor(stage, Neighbours(join(), [[0]]), kernel or CpuFlash())
 
 
 def train(executor, plan):

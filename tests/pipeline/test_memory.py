@@ -114,8 +114,8 @@ def peaks(rank, world_size):
     for checkpointing in (False, True):
         options = {"checkpointing": checkpointing, "chunked_loss": True, "zero_stage": 0}
         cost = analytic_cost_model(shape, DEVICES["CPU"], topology, **options)
-        stages = pipeline_cost(cost, executor.stage, of_token, checkpointed=checkpointing).stages
-        analytic.append(stages)
+        options = {"checkpointed": checkpointing, "degree": 1, "topology": topology}
+        analytic.append(pipeline_cost(cost, executor.stage, of_token, **options).stages)
 
     # 2. counted
     cost, found = counted_cost(executor), {}
@@ -143,8 +143,10 @@ def test_counted_memory_is_the_simulated_and_close_to_arithmetic(stages):
     for stage, (counted, by_arithmetic) in enumerate(zip(live, plain, strict=True)):
         held = by_arithmetic.token_bytes + by_arithmetic.kv_bytes
         found = counted.token_bytes + counted.kv_bytes
-        assert 0.75 * found < held < 1.1 * found, stage
+        assert 0.95 * found < held < 1.05 * found, stage
         assert by_arithmetic.kv_bytes == counted.kv_bytes
         assert by_arithmetic.owed_bytes == pytest.approx(counted.owed_bytes, rel=0.05)
+        # Rotary embeddings are left out: of a head as wide as a quarter of a hidden state here.
+        assert 0.75 * counted.input_bytes < by_arithmetic.input_bytes < counted.input_bytes, stage
         # With checkpointing a layer that runs again counts, too: never less than what is kept.
         assert checkpointed[stage].input_bytes > counted.input_bytes, stage

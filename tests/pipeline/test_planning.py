@@ -13,11 +13,19 @@ from hf_flexseq.pipeline.planning.cuts import TILE, UNEVEN, CutWork, cut, on_til
 from hf_flexseq.pipeline.planning.orders import interleaved, one_forward_one_backward
 from hf_flexseq.pipeline.planning.plan import text
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
-from hf_flexseq.pipeline.planning.walk import check, check_memory, makespan_ns, peak_bytes
+from hf_flexseq.pipeline.planning.walk import check, check_memory, makespan_ns
 from hf_flexseq.plan import PlanInfeasible
 from tests.budget import examples, for_seeds
 from tests.pipeline.exact_orders import shortest
-from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
+from tests.pipelines import (
+    costs_of,
+    even_cost,
+    peak_bytes,
+    pipelined,
+    plan_of,
+    relaxed,
+    stage_cost,
+)
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 50), st.integers(1, 20_000)), max_size=12)
 
@@ -201,7 +209,7 @@ def test_arguments_without_meaning_are_refused(arguments, problem):
 
 
 def test_fixed_schedules_say_that_they_do_not_fit():
-    problem = "schedule seq1f1b: 0F0.* Raise chunks, or take schedule='auto'"
+    problem = "schedule seq1f1b: 0F0.* Take pipeline_schedule='auto', which"
     with pytest.raises(PlanInfeasible, match=problem):
         pipelined([1000] * 4, price(2), schedule="seq1f1b", memory_limit=(1000, 1000))
     with pytest.raises(PlanInfeasible, match="sequence 1 has 1000 tokens, a chunk may have 999"):

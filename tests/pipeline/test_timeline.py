@@ -9,15 +9,10 @@ import pytest
 from hf_flexseq.cli import main
 from hf_flexseq.pipeline.planning.plan import parse
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
-from hf_flexseq.pipeline.planning.timeline import (
-    peak_tokens,
-    pipeline_timeline,
-    report,
-    tokens_as_time,
-)
-from hf_flexseq.pipeline.planning.walk import check, check_memory
+from hf_flexseq.pipeline.planning.timeline import pipeline_timeline, tokens_as_time
+from hf_flexseq.pipeline.planning.walk import check, check_memory, makespan_ns
 from hf_flexseq.view import chrome_trace, save_picture, text_grid
-from tests.pipelines import even_cost, pipelined, plan_of
+from tests.pipelines import even_cost, peak_bytes, peak_tokens, pipelined, plan_of
 
 
 @pytest.fixture
@@ -29,11 +24,13 @@ def plan():
     return plan_of((first, last), sizes=[1, 1, 1])
 
 
-def test_the_report_adds_up(plan):
-    found = report(plan, even_cost(2))
-    assert found.seconds == 11e-6
-    assert found.bubble == 4 / 22
-    assert found.peak_bytes == found.peak_tokens == (16, 8)
+def test_the_timeline_adds_up(plan):
+    cost = even_cost(2)
+    found = pipeline_timeline(plan, cost)
+    assert found.stop == 11_000
+    assert found.share("wait") == 4 / 22
+    assert found.peak_bytes == 16
+    assert peak_bytes(plan, cost) == peak_tokens(plan) == (16, 8)
 
 
 def test_it_is_drawn_in_text_as_a_picture_and_as_a_trace(plan, tmp_path):
@@ -116,11 +113,11 @@ def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory():
     )
     cost = PipelineCost.even(4, stage)
     lengths = long_tailed(1, 48 * 1024, 64)
-    found = report(pipelined(lengths, cost, schedule="infinipipe"), cost)
-    limit = (int(0.7 * found.peak_bytes[0]),) * 4
+    theirs = pipelined(lengths, cost, schedule="infinipipe")
+    most = 0.7 * peak_bytes(theirs, cost)[0]
+    limit = (int(most),) * 4
     plan = pipelined(lengths, cost, memory_limit=limit)
     check(plan)
     check_memory(plan, cost, limit)
-    ours = report(plan, cost)
-    assert ours.seconds < found.seconds
-    assert max(ours.peak_bytes) <= 0.7 * found.peak_bytes[0]
+    assert makespan_ns(plan, cost) < makespan_ns(theirs, cost)
+    assert max(peak_bytes(plan, cost)) <= most

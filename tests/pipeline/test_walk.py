@@ -15,12 +15,19 @@ from hf_flexseq.pipeline.planning.walk import (
     check_memory,
     check_step,
     makespan_ns,
-    peak_bytes,
     timed,
 )
 from hf_flexseq.plan.shard import Slice
 from tests.budget import examples, for_seeds
-from tests.pipelines import costs_of, even_cost, pipelined, plan_of, relaxed, stage_cost
+from tests.pipelines import (
+    costs_of,
+    even_cost,
+    peak_bytes,
+    pipelined,
+    plan_of,
+    relaxed,
+    stage_cost,
+)
 
 
 def random_plan(rng):

@@ -19,6 +19,7 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.cost.sharding import FsdpFigures
+from hf_flexseq.pipeline.planning import PipelineOptions
 from hf_flexseq.pipeline.planning.job import StagesJob
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.facts import StepFacts
@@ -42,8 +43,8 @@ def groups_job(**options: Any) -> GroupsJob:
     return GroupsJob(topology=NODE, cost=FLEXSP, options=PlanOptions(**options))
 
 
-def stages_job(**options: Any) -> StagesJob:
-    return StagesJob(cost=even_cost(2), options=options)
+def stages_job(replicas: int = 1, **options: Any) -> StagesJob:
+    return StagesJob(cost=even_cost(2), options=PipelineOptions(**options), replicas=replicas)
 
 
 @pytest.fixture
@@ -168,9 +169,13 @@ def test_a_job_comes_back_from_its_record(job):
 
 
 @pytest.mark.processes
-def test_a_worker_that_fails_shows_its_last_words():
+def test_a_worker_that_fails_shows_its_last_words(monkeypatch):
     message = r"ended with code 1\n[\s\S]*unexpected keyword argument 'colour'"
-    with closing(PlannerWorker(stages_job(schedule="infinipipe", colour="blue"))) as worker:
+    job = stages_job(schedule="infinipipe")
+    record = job.to_record()
+    record["options"]["colour"] = "blue"
+    monkeypatch.setattr(StagesJob, "to_record", lambda job: record)
+    with closing(PlannerWorker(job)) as worker:
         worker.submit(0, [1])
         with pytest.raises(RuntimeError, match=message):
             worker.result(0)

@@ -8,12 +8,12 @@ import pytest
 
 from hf_flexseq.pipeline.planning.cuts import CutWork
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
-from hf_flexseq.pipeline.planning.walk import check, check_memory, peak_bytes
+from hf_flexseq.pipeline.planning.walk import check, check_memory
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.published.infinipipe.checkpointing import solve
 from hf_flexseq.published.infinipipe.chunking import infinipipe_units
 from tests.budget import for_seeds
-from tests.pipelines import pipelined, stage_cost
+from tests.pipelines import peak_bytes, pipelined, stage_cost
 
 
 def price(stages, **changed):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 import trl
+from accelerate.utils import DistributedType
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
@@ -98,6 +99,7 @@ def fake(*, is_model_parallel=False, **args):
     }
     return SimpleNamespace(
         args=SimpleNamespace(**usual | args),
+        accelerator=SimpleNamespace(distributed_type=DistributedType.NO),
         model=tiny_llama(),
         is_model_parallel=is_model_parallel,
         is_distributed_loading_by_transformers=False,

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER
 from hf_flexseq.checkpoints.optimizer import _FLAT, FOLDER, renamed_key
-from hf_flexseq.pipeline.optimizer import other_names
 from tests.checkpoints.test_optimizer_files import Planted, marks
 from tests.hf.trainers import update_error
 from tests.pipeline.test_trainer import joined, make_trainer, model_of, saved_run
@@ -36,7 +35,7 @@ def run_of_earlier_version(rank, world_size, folder):
     def save(output_dir):
         optimizer = trainer.optimizer.optimizer
         state = get_optimizer_state_dict(stage.stack.model, optimizer, options=_FLAT)
-        names = other_names(stage)
+        names = stage.renamed()
         named = {renamed_key(key, names): value for key, value in state.items()}
         group = dist.new_group(backend="gloo")
         dcp.save(named, checkpoint_id=f"{output_dir}/{FOLDER}", process_group=group)

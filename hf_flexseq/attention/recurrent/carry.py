@@ -48,16 +48,6 @@ class StateCarry:
     def __init__(self) -> None:
         self.sequences: dict[CarryKey, _Sequence] = {}
 
-    def bytes(self) -> int:
-        """Return the memory of the carried tensors."""
-        total = 0
-        for sequence in self.sequences.values():
-            tensors = [*sequence.values.values()]
-            if sequence.gradient is not None:
-                tensors.append(sequence.gradient)
-            total += sum(x.numel() * x.element_size() for x in tensors)
-        return total
-
     def check_empty(self) -> None:
         """Raise WrongOrder unless all begun sequences have been drained; forget all of them."""
         left = [_name(key) for key, one in self.sequences.items() if not one.is_over]

@@ -322,10 +322,15 @@ def figures_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Columns:
     return {name: value.masked_fill(none, 0) for name, value in figures.items()}
 
 
+def labels_of_padding(call: ModelCall, labels: torch.Tensor) -> torch.Tensor:
+    """Return which labels [B, S] of a call predict padding or are predicted from it, [B, S - 1]:
+    of every token but the first."""
+    return (labels[:, 1:] != IGNORE_INDEX) & ~(call.mask[:, 1:] & call.mask[:, :-1])
+
+
 def check_labels_of(call: ModelCall, labels: torch.Tensor) -> None:
     """Raise ValueError for labels [B, S] that predict padding or are predicted from it."""
-    of_padding = (labels[:, 1:] != IGNORE_INDEX) & ~(call.mask[:, 1:] & call.mask[:, :-1])
-    wrong = of_padding.any(dim=1).nonzero().flatten()
+    wrong = labels_of_padding(call, labels).any(dim=1).nonzero().flatten()
     if len(wrong):
         raise ValueError(
             f"row {int(wrong[0])} of a batch has labels where its attention_mask has padding, or "

@@ -13,6 +13,7 @@ and everything after that is the Trainer's own loop. Whole vocabularies of logit
 refused before (`prediction_checks.py`).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -27,6 +28,7 @@ from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.engine.engine import FlexSeqEngine
 from hf_flexseq.hf.engine.whole_model import WholeModel
+from hf_flexseq.hf.losses.heads import labels_of_padding
 from hf_flexseq.hf.losses.prediction_checks import as_given, value_parts
 from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.loss_kinds import has_own_loss
@@ -38,6 +40,8 @@ from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.source_row import Columns, SourceRow
+
+logger = logging.getLogger(__name__)
 
 # Runs the model on a micro-batch of a step, and returns further figures of its tokens, each
 # [tokens, ...], and sums over them.
@@ -60,6 +64,7 @@ class TokenPredictions:
         # The Trainer's own step computes a loss of the user's, on all of a batch's samples.
         self._has_own_loss = has_own_loss(trainer)
         self._with_loss = "loss" in trainer.args.include_for_metrics and not self._has_own_loss
+        self._has_noted_padding = False
 
     def in_loop(self) -> Patch:
         """Surround the Trainer's own loop, which is not to call the user's function again."""
@@ -71,6 +76,7 @@ class TokenPredictions:
         """Return the predictions of a padded batch, the figures of its tokens, each [tokens, ...]
         on the CPU, with totals of the step, and the step. Collective over the world."""
         predicted = PredictedBatch(self._trainer, self._engine.whole_model, batch)
+        self._note_padding(predicted.call, batch.get("labels"))
         if not self._has_own_loss:
             predicted.leave_out_repeats()
         step = self._engine.step_of(
@@ -79,6 +85,20 @@ class TokenPredictions:
             forward_only=True,
         )
         return predicted, self._run(predicted, step, forward), step
+
+    def _note_padding(self, call: ModelCall, labels: torch.Tensor | None) -> None:
+        """Warn once about labels with which a metric may compare what is predicted for padding."""
+        if labels is None or self._has_noted_padding:
+            return
+        count = int(labels_of_padding(call, labels).sum())
+        if count:
+            self._has_noted_padding = True
+            logger.warning(
+                "%d labels of an evaluation batch are targets beside padding, of padding or of a "
+                "first token behind it: predictions are %d there, where the plain Trainer's have "
+                "a value, and the loss leaves these labels out; make them %d",
+                *(count, IGNORE_INDEX, IGNORE_INDEX),
+            )
 
     def _run(
         self, predicted: "PredictedBatch", step: RankMicroBatches, forward: Forward

@@ -21,19 +21,20 @@ import copy
 import functools
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
+from hf_flexseq.checkpoints.files import stored_tensors
 from hf_flexseq.checkpoints.optimizer import (
     FOLDER,
     WHOLE,
@@ -146,7 +147,7 @@ class ShardedCheckpoints(_Trainer):
                 self.optimizer.optimizer,
                 self.lr_scheduler,
                 checkpoint,
-                gather=communicator.cpu_group.gather_values,
+                communicator,
             )
         elif checkpoint is not None and is_sharded_at_load(self):
             load_trainers_optimizer(self, checkpoint, communicator)
@@ -186,21 +187,23 @@ def load_trainers_optimizer(trainer: Any, folder: str, communicator: Communicato
             f"has sharded does not read: it needs {WHOLE} and {WHOLE_SCHEDULER} of a Trainer, or "
             f"{FOLDER}/"
         )
+    model = trainer.model
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     load_optimizer(
-        trainer.model,
+        model,
         trainer.optimizer.optimizer,
         trainer.lr_scheduler,
         folder,
-        numbered=_numbered_names(trainer),
-        gather=communicator.cpu_group.gather_values,
+        communicator,
+        numbered=numbered_names(trainer, model, trained),
     )
 
 
-def _numbered_names(trainer: Any) -> list[list[str]]:
-    """Return the trained parameters as a Trainer groups and numbers them on one process, those
-    with weight decay first."""
-    names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+def numbered_names(trainer: Any, model: nn.Module, trained: Collection[str]) -> list[list[str]]:
+    """Return the trained parameters of a whole model as a Trainer groups and numbers them on one
+    process, those with weight decay first. trained: their names."""
+    decayed = set(trainer.get_decay_parameter_names(model))
+    names = [name for name, _ in model.named_parameters() if name in trained]
     return [
         [name for name in names if name in decayed],
         [name for name in names if name not in decayed],
@@ -272,14 +275,9 @@ def _check_shapes(model: PreTrainedModel, path: Path) -> None:
 
 
 def _stored(path: Path, names: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, slice of a safetensors file) of each tensor with one of some names, file by
-    file."""
+    """Return (name, slice of a safetensors file) of each tensor with one of some names."""
     files = {name: file for name, file in files_by_tensor(path).items() if name in names}
-    for file in sorted(set(files.values())):
-        with safe_open(path / file, framework="pt") as opened:
-            for name, its_file in files.items():
-                if its_file == file:
-                    yield name, opened.get_slice(name)
+    return stored_tensors(path, files)
 
 
 def _read(model: PreTrainedModel, path: Path) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -7,6 +7,8 @@ When a sequence has segments on several ranks, `recurrent/scan.py` exchanges sum
 them: a `Scan` returns its summaries, and then takes the true states. The split into four methods
 around two exchanges follows Megatron's `LinearAttentionCPBackend`.
 
+    choose.py        which scan runs a kind of layer on a device
+    fla.py           a scan with flash-linear-attention's kernels, on CUDA
     chunked_scan.py  a scan from chunk to chunk, in torch
     grid.py          rows of tokens <-> chunks
     gated_delta.py, kimi.py, mamba2.py

@@ -8,15 +8,12 @@ The first one without a reason against it is taken, as among attention kernels
 """
 
 import functools
-import logging
 import re
 from importlib import metadata, util
 
 import torch
 
-from hf_flexseq.kernels.choose import reason_without_triton
-
-logger = logging.getLogger(__name__)
+from hf_flexseq.kernels.choose import log_once, reason_without_triton
 
 GATED_DELTA, KIMI_DELTA, MAMBA2 = "gated_delta", "kimi_delta", "mamba2"
 FLA, CHUNKED = "fla", "chunked"
@@ -37,7 +34,7 @@ def choose_scan(kind: str, device: torch.device, dtype: torch.dtype, key_channel
     """
     reason = reason_without_fla(kind, device, dtype, key_channels)
     if device.type == "cuda":
-        _log_once(tuple(explain(kind, device, dtype, key_channels)))
+        log_once("scans of recurrent layers", tuple(explain(kind, device, dtype, key_channels)))
     return FLA if reason is None else CHUNKED
 
 
@@ -92,9 +89,3 @@ def _reason_of_compiler(device: torch.device) -> str | None:
         f"Triton {version} compiles a backward of {PACKAGE} wrongly for Hopper; install Triton "
         f"{wanted} or newer"
     )
-
-
-@functools.cache
-def _log_once(lines: tuple[str, ...]) -> None:
-    """Log a choice, with the reasons, unless the same was logged before."""
-    logger.info("scans of recurrent layers: %s", "; ".join(lines))

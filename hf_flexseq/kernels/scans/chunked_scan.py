@@ -60,8 +60,6 @@ class _Chunks(NamedTuple):
 class ChunkedScan:
     """Scan of chunks: inputs q, k, w, u, attn, decay, output [N, H, C, V]."""
 
-    __slots__ = ("grid",)
-
     def __init__(self, grid: ChunkGrid) -> None:
         self.grid = grid
 

@@ -86,8 +86,6 @@ def _run_rule(
 class _SegmentRows:
     """The rows of some segments."""
 
-    __slots__ = ("cu_seqlens", "cu_seqlens_cpu", "parts")
-
     def __init__(
         self, parts: Sequence[slice], lengths: Sequence[int], device: torch.device
     ) -> None:
@@ -104,8 +102,6 @@ class _SegmentRows:
 
 class FlaScan:
     """The Scan protocol on the rows q, k, v, g, and beta in a delta rule."""
-
-    __slots__ = ("_device", "_lengths", "_rows_of", "_rule")
 
     def __init__(self, lengths: Sequence[int], device: torch.device, rule: Rule) -> None:
         """lengths: tokens of each segment, by row."""

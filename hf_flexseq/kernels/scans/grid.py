@@ -36,20 +36,6 @@ class ChunkStep(NamedTuple):
 class ChunkGrid:
     """The chunks of the segments of a micro-batch."""
 
-    __slots__ = (
-        "_indices",
-        "_place",
-        "_slots",
-        "_steps_of",
-        "chunk",
-        "chunks",
-        "computes",
-        "counts",
-        "device",
-        "order",
-        "tokens",
-    )
-
     def __init__(
         self, lengths: Sequence[int], device: torch.device, *, computes: bool = True
     ) -> None:

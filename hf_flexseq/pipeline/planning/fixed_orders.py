@@ -20,7 +20,8 @@ def whole_pipeline(task: PipelineTask) -> PipelineAnswer:
     if most is not None and longest > most:
         raise PlanInfeasible(
             f"sequence {task.lengths.index(longest)} has {longest} tokens, a chunk may have "
-            f"{most}: schedule='1f1b' does not cut it. Raise the limit, or take schedule='auto'"
+            f"{most}: pipeline_schedule='1f1b' does not cut it. Raise max_tokens_per_rank, or "
+            "take pipeline_schedule='auto'"
         )
     units = whole_units(task.lengths)
     actions = one_forward_one_backward([len(unit) for unit in units], task.ranks)

@@ -37,7 +37,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 from hf_flexseq.pipeline.planning.orders import backward_names, forward_names
-from hf_flexseq.pipeline.planning.plan import KINDS, Action
+from hf_flexseq.pipeline.planning.plan import KINDS, Action, Actions
 from hf_flexseq.pipeline.planning.stage_cost import ChunkCosts
 
 NEVER = 1 << 62  # a time in nanoseconds that no step reaches
@@ -222,9 +222,7 @@ def play(sizes: Sequence[int], costs: ChunkCosts, memory_limit: Sequence[int]) -
     )
 
 
-def actions_of(
-    played: Played, sizes: Sequence[int], costs: ChunkCosts
-) -> tuple[tuple[Action, ...], ...]:
+def actions_of(played: Played, sizes: Sequence[int], costs: ChunkCosts) -> Actions:
     """Return [stage] the played order as actions, I and W joined to B if that delays no stage."""
     names = forward_names(sizes)  # of every chunk, its (unit, index)
     lists = []

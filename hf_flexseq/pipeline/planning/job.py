@@ -1,7 +1,7 @@
 """A planning job for the stages of pipelines."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
@@ -21,27 +21,35 @@ class StagesJob:
     cost: PipelineCost
     """Nanoseconds and bytes of chunks on every stage."""
 
-    options: Mapping[str, Any]
-    """Fields of `PipelineOptions`, and `replicas`, as JSON values."""
+    options: PipelineOptions
+    """Schedule and limits of one pipeline."""
+
+    replicas: int
+    """Number of pipelines."""
 
     @property
     def is_quick(self) -> bool:
         """True but where integer programs are solved: the other schedules take 10 to 50 ms for
         512 sequences, a process 150 ms to start."""
-        return not PIPELINE_SCHEDULES[self.options.get("schedule", "auto")].needs_solver
+        return not PIPELINE_SCHEDULES[self.options.schedule].needs_solver
 
     def to_record(self) -> dict[str, Any]:
         """Return the job as plain JSON values."""
         return {
             "kind": self.KIND,
             "cost": self.cost.to_record(),
-            "options": dict(self.options),
+            "options": asdict(self.options),
+            "replicas": self.replicas,
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "StagesJob":
         """Return the job whose `to_record` gave `record`."""
-        return cls(cost=PipelineCost.from_record(record["cost"]), options=record["options"])
+        return cls(
+            cost=PipelineCost.from_record(record["cost"]),
+            options=PipelineOptions(**record["options"]),
+            replicas=record["replicas"],
+        )
 
     def plan(self, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> StepPlan:
         """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does, and
@@ -52,9 +60,7 @@ class StagesJob:
                 "a pipeline cannot compute tokens that see both ways, as those of an image do: "
                 "set pipeline_parallel_size=1"
             )
-        options = dict(self.options)
-        replicas = options.pop("replicas", 1)
-        return make_step_plan(lengths, self.cost, PipelineOptions(**options), replicas=replicas)
+        return make_step_plan(lengths, self.cost, self.options, replicas=self.replicas)
 
     def read(self, record: dict[str, Any]) -> StepPlan:
         """Return the plan whose `to_record` gave `record`."""

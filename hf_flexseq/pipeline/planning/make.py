@@ -66,7 +66,8 @@ def _check_memory_limit(
         check_memory(plan, cost, memory_limit)
     except ValueError as error:
         raise PlanInfeasible(
-            f"schedule {plan.schedule}: {error}. Raise chunks, or take schedule='auto'"
+            f"schedule {plan.schedule}: {error}. Take pipeline_schedule='auto', which recomputes "
+            "layers where room is missing, or use more stages"
         ) from error
 
 

@@ -26,10 +26,9 @@ which is the above where k divides P.
 
 from collections.abc import Sequence
 
-from hf_flexseq.pipeline.planning.plan import Action
+from hf_flexseq.pipeline.planning.plan import Action, Actions
 
 Name = tuple[int, int]  # (unit, index of the chunk inside the unit)
-Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
 
 
 def one_forward_one_backward(sizes: Sequence[int], ranks: int, first: int = 0) -> Actions:

@@ -84,6 +84,9 @@ class Action(NamedTuple):
         return cls(int(stage), kind, int(unit), int(chunk))
 
 
+Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     """The tokens of one forward and one backward; its name is `unit.index`."""
@@ -119,7 +122,7 @@ class PipelinePlan(Record):
     """Number of stages, a multiple of `ranks`; stage s is on rank s % ranks."""
     chunks: tuple[Chunk, ...]
     """All chunks, by unit, then by index."""
-    actions: tuple[tuple[Action, ...], ...]
+    actions: Actions
     """[ranks] The actions of each rank, in order."""
     checkpointed: tuple[tuple[int, ...], ...] = ()
     """[stages, chunks] Layers of the stage that recompute the chunk; () for none."""

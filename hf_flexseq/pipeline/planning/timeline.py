@@ -2,42 +2,21 @@
 
     timeline_of_step(step, ...)      a Timeline in nanoseconds, of a step of a file
     pipeline_timeline(plan, cost)    the same of a plan and its cost
-    report(plan, cost)               seconds, bubble and peaks in one record
 
 Times are the longest path through the plan's actions (`pipeline/planning/walk.py`), so they are
 exact for the given cost of each action. They leave out transfers that disturb each other and
 stages that disturb their own computing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.cost import CostModel
 from hf_flexseq.pipeline.planning.plan import KINDS, PipelinePlan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
-from hf_flexseq.pipeline.planning.walk import Done, check, timed
+from hf_flexseq.pipeline.planning.walk import check, timed
 from hf_flexseq.plan.files import RecordedStep
-from hf_flexseq.view.timeline import ACTION_KINDS, Event, Memory, Timeline
+from hf_flexseq.view.timeline import ACTION_KINDS, Recorder, Timeline
 
 EVENT_KINDS = dict(zip(KINDS, ACTION_KINDS, strict=True))  # kind of an action -> of its event
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """A step in numbers."""
-
-    seconds: float
-    """Seconds until the last rank is done."""
-
-    bubble: float
-    """Share of the ranks' time without work."""
-
-    peak_bytes: tuple[int, ...]
-    """[rank] Most bytes in flight."""
-
-    peak_tokens: tuple[int, ...]
-    """[rank] Most tokens in flight; a checkpointed token counts whole."""
 
 
 def timeline_of_step(step: RecordedStep, cost_model: CostModel | None, limits: Limits) -> Timeline:
@@ -67,60 +46,18 @@ def timeline_of_step(step: RecordedStep, cost_model: CostModel | None, limits: L
 
 def pipeline_timeline(plan: PipelinePlan, cost: PipelineCost) -> Timeline:
     """Return the timeline of one optimizer step."""
-    by_rank: list[list[Done]] = [[] for _ in range(plan.ranks)]
-    stop = 0
+    recorder = Recorder(plan.ranks)
+    chunk_numbers = plan.places()
     for done in timed(plan, cost):
-        by_rank[done.rank].append(done)
-        stop = max(stop, done.stop)
-
-    chunk_numbers = plan.places()
-    events: list[Event] = []
-    memory: list[Memory] = []
-    for rank, actions in enumerate(by_rank):
-        events += _events(rank, actions, chunk_numbers, stop)
-        for done in actions:
-            memory.append(Memory(rank=rank, at=done.start, bytes=done.held))
-            memory.append(Memory(rank=rank, at=done.stop, bytes=done.left))
-    return Timeline(
-        world_size=plan.ranks,
-        events=tuple(events),
-        memory=tuple(memory),
-        starts=(),
-        stop=stop,
-        unit="ns",
-    )
-
-
-def report(plan: PipelinePlan, cost: PipelineCost) -> Report:
-    """Return the step in numbers."""
-    timeline = pipeline_timeline(plan, cost)
-    peaks = [0] * plan.ranks
-    for sample in timeline.memory:
-        peaks[sample.rank] = max(peaks[sample.rank], sample.bytes)
-    return Report(
-        seconds=timeline.stop / 1e9,
-        bubble=timeline.share("wait"),
-        peak_bytes=tuple(peaks),
-        peak_tokens=peak_tokens(plan),
-    )
-
-
-def peak_tokens(plan: PipelinePlan) -> tuple[int, ...]:
-    """Return each rank's maximum of tokens between their forward and the end of their backward."""
-    chunk_numbers = plan.places()
-    peaks = []
-    for actions in plan.actions:
-        tokens_held = 0
-        peak = 0
-        for action in actions:
-            chunk = plan.chunks[chunk_numbers[action.unit, action.chunk]]
-            if action.kind == "F":
-                tokens_held += chunk.tokens
-            elif action.kind in ("B", "W"):
-                tokens_held -= chunk.tokens
-            peak = max(peak, tokens_held)
-        peaks.append(peak)
-    return tuple(peaks)
+        rank, action = done.rank, done.action
+        chunk = chunk_numbers[action.unit, action.chunk]
+        waited = done.start - recorder.clock[rank]
+        recorder.work(rank, waited, "wait", "wait for the neighbour", micro_batch=chunk)
+        recorder.hold(rank, done.held)
+        kind = EVENT_KINDS[action.kind]
+        recorder.work(rank, done.stop - done.start, kind, str(action), micro_batch=chunk)
+        recorder.hold(rank, done.left)
+    return recorder.timeline("ns")
 
 
 def tokens_as_time(plan: PipelinePlan) -> PipelineCost:
@@ -129,37 +66,3 @@ def tokens_as_time(plan: PipelinePlan) -> PipelineCost:
     layers = max((max(of_stage, default=1) for of_stage in plan.checkpointed), default=1)
     stage = StageCost(linear_ns=1e3, attention_ns=0.0, chunk_ns=0.0, layers=max(1, layers))
     return PipelineCost.even(plan.stages, stage)
-
-
-def _events(
-    rank: int, actions: Sequence[Done], chunk_numbers: dict[tuple[int, int], int], stop: int
-) -> list[Event]:
-    """Return a rank's actions and its waits around them, up to `stop` nanoseconds."""
-    events = []
-    free_at = 0
-    for done in actions:
-        action = done.action
-        chunk = chunk_numbers[action.unit, action.chunk]
-        if done.start > free_at:
-            label = "wait for the neighbour"
-            events.append(_event(rank, free_at, done.start, "wait", chunk, label))
-        kind = EVENT_KINDS[action.kind]
-        events.append(_event(rank, done.start, done.stop, kind, chunk, str(action)))
-        free_at = done.stop
-    if free_at < stop:
-        events.append(_event(rank, free_at, stop, "wait", 0, "wait for the other ranks"))
-    return events
-
-
-def _event(rank: int, start: int, stop: int, kind: str, chunk: int, label: str) -> Event:
-    """Return an event of a chunk, whose index takes the field of the micro-batch."""
-    return Event(
-        rank=rank,
-        start=start,
-        stop=stop,
-        kind=kind,
-        micro_batch=chunk,
-        group=None,
-        degree=0,
-        label=label,
-    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
-from hf_flexseq.pipeline.planning.plan import Action, Chunk, PipelinePlan
+from hf_flexseq.pipeline.planning.plan import Actions, Chunk, PipelinePlan
 from hf_flexseq.pipeline.planning.stage_cost import ChunkCosts, ChunkShape, PipelineCost, shape_of
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.plan.shard import Slice
@@ -23,7 +23,6 @@ from hf_flexseq.plan.shard import Slice
 Row = list[Slice]
 Unit = list[Row]
 
-Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
 Layers = tuple[tuple[int, ...], ...]  # [stage][chunk]; () for none
 
 

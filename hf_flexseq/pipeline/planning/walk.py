@@ -4,7 +4,6 @@ times, and the bytes then held.
     walk          every action after its inputs, or where each rank is stuck
     timed         every action at its earliest time, with the bytes of its rank
     makespan_ns   nanoseconds of the step
-    peak_bytes    each rank's peak bytes
     check         refuses a plan that would compute something wrong or hang
     check_memory  refuses a plan that does not fit
 
@@ -133,14 +132,6 @@ def timed(plan: PipelinePlan, cost: PipelineCost) -> Iterator[Done]:
 def makespan_ns(plan: PipelinePlan, cost: PipelineCost) -> int:
     """Return the nanoseconds of the step."""
     return max((done.stop for done in timed(plan, cost)), default=0)
-
-
-def peak_bytes(plan: PipelinePlan, cost: PipelineCost) -> tuple[int, ...]:
-    """Return each rank's peak bytes of chunks in flight."""
-    peaks = [0] * plan.ranks
-    for done in timed(plan, cost):
-        peaks[done.rank] = max(peaks[done.rank], done.held)
-    return tuple(peaks)
 
 
 def _duration(action: Action, chunk: int, costs: ChunkCosts) -> int:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
+from hf_flexseq.cost.layer_bytes import FLOAT32_BYTES
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
@@ -48,8 +49,9 @@ from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
-from hf_flexseq.pipeline.exchange import ChunkExchange
+from hf_flexseq.pipeline.exchange import chunk_routes
 from hf_flexseq.pipeline.executor import PipelineExecutor
+from hf_flexseq.pipeline.planning import PipelineOptions
 from hf_flexseq.pipeline.planning.job import StagesJob
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
@@ -101,7 +103,7 @@ class PipelineEngine(FlexSeqEngine):
         self.ranks_per_stage = _ranks_per_stage(stages, self.degree, communicator.world_size)
         stage_index, member_index = divmod(communicator.rank, self.ranks_per_stage)
         self.replicas = self.ranks_per_stage // self.degree
-        self.replica = member_index // self.degree
+        self.replica = self._replica_of(communicator.rank)
         communicator.open_world()  # for the norm of gradients: no group is made in a step
         self.sharing = _sharing(communicator, self.degree)
         communicator.open_fast_blocks([self.degree])
@@ -143,7 +145,6 @@ class PipelineEngine(FlexSeqEngine):
             index=member_index,
             is_sharded=self.sharded is not None,
         )
-        self._exchange = ChunkExchange(communicator, self.ranks_per_stage, self.degree)
         self._token_columns: list[str] = []  # that some stage needs of each token
 
         self._checkpointing = NonReentrant(self.stage.stack.model)
@@ -226,7 +227,9 @@ class PipelineEngine(FlexSeqEngine):
 
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
-        job = StagesJob(cost=self.stage_costs(), options=self._options())
+        job = StagesJob(
+            cost=self.stage_costs(), options=self._plan_options(), replicas=self.replicas
+        )
         return start_planner(job, ahead=ahead)
 
     def _training_steps(self, lookahead: int, first_number: int) -> PrefetchedSteps:
@@ -252,18 +255,17 @@ class PipelineEngine(FlexSeqEngine):
             images=reader_of_text(config, "the stages of a pipeline take text"),
         )
 
-    def _options(self) -> dict[str, Any]:
-        """Return the fields of `PipelineOptions`, and `replicas`, as JSON values."""
+    def _plan_options(self) -> PipelineOptions:
+        """Return the options of planning the steps of one replica."""
         args = self.args
         max_tokens = args.max_tokens_per_rank
         if max_tokens is not None:
             max_tokens *= self.degree  # so many ranks share a chunk
-        return {
-            "replicas": self.replicas,
-            "schedule": args.pipeline_schedule,
-            "max_tokens": max_tokens,
-            "memory_limit": self.memory_limit,
-        }
+        return PipelineOptions(
+            schedule=args.pipeline_schedule,
+            max_tokens=max_tokens,
+            memory_limit=self.memory_limit,
+        )
 
     def stage_costs(self) -> PipelineCost:
         """Return the stages' current costs: activation checkpointing may begin with training."""
@@ -284,8 +286,15 @@ class PipelineEngine(FlexSeqEngine):
         """Dispatch the drawn tokens to every rank of their replica. Collective over the world."""
         drawn = planned.drawn
         row = with_token_columns(drawn.row, self._token_columns)
-        columns = self._exchange(row, planned.plan, drawn.sources, self.replica)
+        routes = chunk_routes(
+            row, planned.plan, drawn.sources, self.communicator, self._replica_of
+        )
+        columns = routes.dispatch(row.columns)
         return RankChunks(planned, columns, replica=self.replica, device=self.accelerator.device)
+
+    def _replica_of(self, rank: int) -> int:
+        """Return the replica that a rank of the world works on."""
+        return rank % self.ranks_per_stage // self.degree
 
     def run(self, step: RankChunks, model: nn.Module, *, is_last: bool) -> None:
         """Run the actions of a training step: neither a micro-batch nor a wrapped model is run.
@@ -384,6 +393,8 @@ def token_bytes(model: PreTrainedModel, *, hidden_bytes: int) -> StageTokenBytes
     gradients = query + key_value + 2 * shape.intermediate + 2 * shape.hidden
     return StageTokenBytes(
         hidden=shape.hidden * hidden_bytes,
+        # norms compute in float32
+        head=shape.hidden * (max(hidden_bytes, FLOAT32_BYTES) + 3 * hidden_bytes),
         kv=key_value * shape.dtype_bytes * shape.attention_count // shape.layers,
         owed=(inputs + gradients) * shape.dtype_bytes,
     )

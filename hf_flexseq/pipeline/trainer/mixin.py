@@ -28,6 +28,7 @@ from hf_flexseq.base.versions import saves_on_writers
 from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.rehearsal import class_copy
+from hf_flexseq.hf.trainer.checkpoint_forms import numbered_names
 from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
 from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
 from hf_flexseq.pipeline.checkpoint import load_stage, save_stage
@@ -179,16 +180,5 @@ class PipelineMixin(FlexSeqMixin):
         if is_named(checkpoint):
             load_stage_optimizer(*state)
         elif all((Path(checkpoint) / name).is_file() for name in (WHOLE, WHOLE_SCHEDULER)):
-            load_stage_optimizer(*state, numbered=self._numbered_names())
-
-    def _numbered_names(self) -> list[list[str]]:
-        """Return all trained parameters as a Trainer groups and numbers them, those with weight
-        decay first. Collective over the world."""
-        trained = trained_names(self.flexseq.member)
-        whole = class_copy(self.model)
-        names = [name for name, _ in whole.named_parameters() if name in trained]
-        decayed = set(self.get_decay_parameter_names(whole))
-        return [
-            [name for name in names if name in decayed],
-            [name for name in names if name not in decayed],
-        ]
+            numbered = numbered_names(self, class_copy(self.model), trained_names(member))
+            load_stage_optimizer(*state, numbered=numbered)
