@@ -173,12 +173,11 @@ def _steps_in_backward(trainer: Any) -> str | None:
 
 
 def _experts_of_reference(trainer: Any) -> str | None:
+    if trainer.accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return None
     for name in ("ref_model", "teacher_model"):
         model = getattr(trainer, name, None)
-        if not isinstance(model, nn.Module):
-            continue
-        is_deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-        if is_deepspeed and zero_stage(model, trainer.accelerator) == 3:
+        if isinstance(model, nn.Module) and zero_stage(model, trainer.accelerator) == 3:
             apart = experts_gathered_apart(model)
             if apart:
                 return f"a {name} that DeepSpeed has prepared, with {listed(sorted(apart))}"
