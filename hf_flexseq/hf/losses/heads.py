@@ -95,7 +95,7 @@ def head_of(trainer: Any) -> Head:
     return TokenFigures(model, getattr(trainer, FIGURES, None), smooths=smooths, ranks=ranks)
 
 
-class OfLabels:
+class LabelHead:
     """The part that heads of causal language models share: sums of routers for a router loss."""
 
     def __init__(self, model: PreTrainedModel, *, has_router_loss: bool) -> None:
@@ -115,7 +115,7 @@ class OfLabels:
         return {} if self._router is None else self._router.take() or {}
 
 
-class LogProbabilities(OfLabels):
+class LogProbabilities(LabelHead):
     """Figures of the head that TRL puts on a model (`add_fused_lm_head`), which computes them tile
     by tile, with the trainer's temperature and the model's own scale and cap of logits."""
 
@@ -178,7 +178,7 @@ class LogProbabilities(OfLabels):
 _FUSED = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-class TokenFigures(OfLabels):
+class TokenFigures(LabelHead):
     """Log-probabilities of labels, and entropies, of a causal language model as it is: chunk by
     chunk inside its own head (`model/loss.py`), or from whole logits if the model scales or caps
     them, or if the user makes further figures of them."""
