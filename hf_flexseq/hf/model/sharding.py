@@ -89,9 +89,9 @@ def gathering_experts_at_once(args: Any) -> AbstractContextManager[None]:
 
     initialize = deepspeed.initialize
 
-    def with_marked_experts(*given: Any, **named: Any) -> Any:
-        _mark_experts(named["model"])
-        return initialize(*given, **named)
+    def with_marked_experts(args: Any = None, model: Any = None, **named: Any) -> Any:
+        _mark_experts(model)
+        return initialize(args, model, **named)
 
     return Patch(deepspeed, initialize=with_marked_experts)
 
