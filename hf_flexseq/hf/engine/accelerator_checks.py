@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
 from hf_flexseq.base.refusals import Refusal, above_one, option, refuse, same_step
 from hf_flexseq.config import FlexSeqArguments
+from hf_flexseq.hf.model.sharding import is_zero3
 
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that record them
 
@@ -85,7 +86,7 @@ def _compiled_elsewhere(setup: Setup) -> str | None:
     if setup.args.pipeline_parallel_size > 1:
         return f"torch.compile with pipeline_parallel_size={setup.args.pipeline_parallel_size}"
     if setup.accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return "torch.compile with ZeRO-3" if state.deepspeed_plugin.zero_stage == 3 else None
+        return "torch.compile with ZeRO-3" if is_zero3(setup.accelerator) else None
     if setup.accelerator.distributed_type != DistributedType.FSDP or setup.accelerator.is_fsdp2:
         return None
     return "torch.compile with FSDP version 1"

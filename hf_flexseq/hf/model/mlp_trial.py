@@ -32,7 +32,7 @@ from hf_flexseq.hf.model.rehearsal import (
     once_for_equal_models,
     without_sharding,
 )
-from hf_flexseq.hf.model.sharding import unsharded_class
+from hf_flexseq.hf.model.sharding import is_experts, unsharded_class
 from hf_flexseq.hf.model.small import plain_options, small_config
 
 _PIECE = slice(20, 33)  # of the tokens
@@ -104,7 +104,7 @@ def _candidates(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 
 
 def _is_experts(name: str, module: nn.Module) -> bool:
-    return name == "experts" or type(module).__name__.endswith("Experts")
+    return name == "experts" or is_experts(module)
 
 
 def holds_experts(module: nn.Module) -> bool:

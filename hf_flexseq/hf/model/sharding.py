@@ -54,6 +54,12 @@ def zero_stage(model: nn.Module, accelerator: Accelerator) -> int:
     return 0
 
 
+def is_zero3(accelerator: Accelerator) -> bool:
+    """Tell whether DeepSpeed shards parameters, too."""
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return is_deepspeed and accelerator.state.deepspeed_plugin.zero_stage == 3
+
+
 def gather_experts_at_once(model: nn.Module, accelerator: Accelerator) -> None:
     """Have ZeRO-3 gather all parameters of a layer's experts at once. Called before accelerate
     prepares the model.
@@ -62,22 +68,21 @@ def gather_experts_at_once(model: nn.Module, accelerator: Accelerator) -> None:
     one call their activation once per chosen expert, and ranks choose others: one rank would
     gather parameters again that another has kept, and both would wait for ever.
     """
-    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if not is_deepspeed or zero_stage(model, accelerator) < 3:
-        return
-    _mark_experts(model)
+    if is_zero3(accelerator):
+        _mark_experts(model)
 
 
 def _mark_experts(model: nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     for module in model.modules():
-        if _has_experts(module):
+        if is_experts(module):
             set_z3_leaf_module(module, True)
 
 
-def _has_experts(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Experts")  # as transformers names them
+def is_experts(module: nn.Module) -> bool:
+    """Tell if a module holds all experts of a layer, by the name that transformers gives it."""
+    return type(module).__name__.endswith("Experts")
 
 
 def gathering_experts_at_once(args: Any) -> AbstractContextManager[None]:
@@ -106,7 +111,7 @@ def experts_gathered_apart(model: nn.Module) -> set[str]:
         module = modules.pop()
         if z3_leaf_module(module):
             continue
-        if _has_experts(module):
+        if is_experts(module):
             found.add(f"{type(module).__module__}.{type(module).__name__}")
         modules += module.children()
     return found

@@ -52,7 +52,7 @@ from hf_flexseq.hf.model.rehearsal import (
     row_of,
     take_users_modules,
 )
-from hf_flexseq.hf.model.sharding import unsharded_class
+from hf_flexseq.hf.model.sharding import is_experts, unsharded_class
 from hf_flexseq.steps.images import TYPES
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def _run(
         tried.config.get_text_config().output_router_logits = False  # it needs numbers
         tried.config.get_text_config().use_cache = False
         for module in tried.modules():
-            if type(module).__name__.endswith("Experts"):
+            if is_experts(module):
                 module.forward = _trial_experts
         for mixer in mixers(tried):
             mixer.module.register_forward_pre_hook(partial(_begin_mixer, seen))

@@ -10,7 +10,6 @@ import logging
 from functools import partial
 from typing import Any, NamedTuple
 
-from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import is_liger_kernel_available
@@ -43,7 +42,7 @@ from hf_flexseq.hf.model.router import (
     asks_for_router_loss,
     router_facts,
 )
-from hf_flexseq.hf.model.sharding import experts_gathered_apart, resolve_sync, zero_stage
+from hf_flexseq.hf.model.sharding import experts_gathered_apart, is_zero3, resolve_sync
 from hf_flexseq.hf.trainer.overrides import check_overrides
 from hf_flexseq.steps.users_code import package
 
@@ -173,11 +172,11 @@ def _steps_in_backward(trainer: Any) -> str | None:
 
 
 def _experts_of_reference(trainer: Any) -> str | None:
-    if trainer.accelerator.distributed_type != DistributedType.DEEPSPEED:
+    if not is_zero3(trainer.accelerator):
         return None
     for name in ("ref_model", "teacher_model"):
         model = getattr(trainer, name, None)
-        if isinstance(model, nn.Module) and zero_stage(model, trainer.accelerator) == 3:
+        if isinstance(model, nn.Module):
             apart = experts_gathered_apart(model)
             if apart:
                 return f"a {name} that DeepSpeed has prepared, with {listed(sorted(apart))}"

@@ -119,7 +119,7 @@ def _packs(trainer: Any) -> bool:
 def _joins_documents(model: PreTrainedModel) -> bool:
     """Tell if a small model of the same kind, by transformers' own forward, has other results for
     a document behind another one. False where none can be made."""
-    with suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with suppress(Exception), torch.no_grad():
         small = small_like(model).float().eval()
         ids = torch.arange(3, 14)[None]
         positions = torch.cat([torch.arange(6), torch.arange(5)])[None]
