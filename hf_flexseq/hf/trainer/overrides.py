@@ -20,6 +20,7 @@ from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.hf.model.loss_kinds import is_objective, plain_model
 from hf_flexseq.hf.model.mlp_trial import small_like
+from hf_flexseq.hf.model.probe import lively_copy
 from hf_flexseq.hf.model.rehearsal import once_for_equal_models
 from hf_flexseq.steps.users_code import (
     is_known,
@@ -120,7 +121,7 @@ def _joins_documents(model: PreTrainedModel) -> bool:
     """Tell if a small model of the same kind, by transformers' own forward, has other results for
     a document behind another one. False where none can be made."""
     with suppress(Exception), torch.no_grad():
-        small = small_like(model).float().eval()
+        small = lively_copy(small_like(model), torch.float32)
         ids = torch.arange(3, 14)[None]
         positions = torch.cat([torch.arange(6), torch.arange(5)])[None]
         alone = small(ids[:, 6:], use_cache=False).logits
