@@ -198,3 +198,14 @@ def test_documents_that_see_each_other_under_the_plain_trainer_are_named_in_the_
         make(Trainer, tmp_path, model=model, collator=DataCollatorWithFlattening())
         said = [r.message for r in caplog.records if "documents of a packed row" in r.message]
         assert len(said) == (name != "Llama"), said
+
+
+@pytest.mark.parametrize(("counts_items", "accumulation"), [(False, 2), (False, 1), (True, 2)])
+def test_a_mean_of_batch_means_under_the_plain_trainer_is_named_in_the_log(
+    tmp_path, caplog, counts_items, accumulation
+):
+    model = tiny_llama()
+    model.accepts_loss_kwargs = counts_items  # as a class of images may say
+    make(Trainer, tmp_path, model=model, gradient_accumulation_steps=accumulation)
+    said = [r.message for r in caplog.records if "averages the mean losses" in r.message]
+    assert len(said) == (not counts_items and accumulation > 1), said

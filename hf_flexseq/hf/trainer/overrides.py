@@ -87,20 +87,28 @@ def remarks(trainer: Any) -> Iterator[str]:
 def _other_arguments(trainer: Any) -> Iterator[str]:
     if is_objective(trainer):
         return
-    factor, model = trainer.args.label_smoothing_factor, type(plain_model(trainer)).__name__
+    args, plain = trainer.args, plain_model(trainer)
+    factor, model = args.label_smoothing_factor, type(plain).__name__
+    counts_items = getattr(plain, "accepts_loss_kwargs", True)
+    if not counts_items and args.world_size * args.gradient_accumulation_steps > 1:
+        yield (
+            f"{model}.accepts_loss_kwargs=False: the plain Trainer averages the mean losses of a "
+            "step's batches; hf_flexseq divides by the target tokens of the step. With "
+            "accepts_loss_kwargs=True the plain Trainer does so, too"
+        )
     if factor and model not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         yield (
             f"label_smoothing_factor={factor}: the plain Trainer compares the prediction of each "
             f"token with that token itself, since transformers does not list {model} among causal "
             "language models; hf_flexseq compares it with the next token"
         )
-    if getattr(trainer.args, "use_cache", False):
+    if getattr(args, "use_cache", False):
         yield (
             "use_cache=True: under the plain Trainer documents of a packed row see each other "
             "with it, unless attn_implementation is a FlashAttention; with hf_flexseq they do "
             "not. Training needs no cache: leave it out"
         )
-    elif _packs(trainer) and _joins_documents(plain_model(trainer)):
+    elif _packs(trainer) and _joins_documents(plain):
         yield (
             f"under the plain Trainer documents of a packed row see each other in {model}, unless "
             "a FlashAttention or a kernel of recurrent layers keeps them apart; with hf_flexseq "

@@ -38,6 +38,7 @@ KNOWN_WARNINGS = (
     "compares the prediction of each token with that token itself",
     "documents of a packed row see each other",
     "has no target token",
+    "averages the mean losses",
 )
 
 # Means over batches under stock, and over the target tokens of a step or a set under hf_flexseq.
