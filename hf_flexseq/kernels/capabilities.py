@@ -55,8 +55,6 @@ class KernelCapabilities:
     """Log-sum-exp of a query without keys in the code beneath; `Kernel` always returns -inf."""
     wide_gradients: bool
     """True if gradients of 16-bit inputs are float32, False if they have the inputs' dtype."""
-    windows: bool = False
-    """True if it supports sliding windows."""
     softcap: bool = False
     """True if scores may be capped, in forward and backward."""
 
@@ -67,7 +65,7 @@ class KernelCapabilities:
             or self._dtype_reason(calls.dtype)
             or self._head_dim_reason(calls.head_dim)
             or self._generation_reason(calls.device)
-            or self._layer_reason(calls)
+            or self._softcap_reason(calls)
         )
 
     def _device_reason(self, device: torch.device) -> str | None:
@@ -98,10 +96,7 @@ class KernelCapabilities:
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {major}.{minor}, not {self._generations_text()}"
 
-    def _layer_reason(self, calls: CallKind) -> str | None:
-        """Name the first feature that a kind of attention layer needs and this kernel lacks."""
-        if calls.window and not self.windows:
-            return "it has no sliding windows"
+    def _softcap_reason(self, calls: CallKind) -> str | None:
         if calls.softcap and not self.softcap:
             return "it has no softcap; install flash-attn 2.7 or newer"
         return None
@@ -115,7 +110,6 @@ class KernelCapabilities:
             parts.append(f"compute capability {self._generations_text()}")
         parts.append(self._keyless_text())
         parts.append(self._gradients_text())
-        parts.append("sliding windows" if self.windows else "no sliding windows")
         parts.append("softcap" if self.softcap else "no softcap")
         return "; ".join(parts)
 

@@ -38,7 +38,6 @@ class CpuFlash:
         device="cpu",
         dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
         wide_gradients=True,
-        windows=True,
         softcap=True,
     )
     wide_gradients = capabilities.wide_gradients

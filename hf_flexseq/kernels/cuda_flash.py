@@ -41,7 +41,6 @@ FLASH2 = KernelCapabilities(
     head_dim_step=8,
     keyless_lse=torch.inf,
     wide_gradients=False,
-    windows=True,
     softcap=True,
 )
 FLASH3 = KernelCapabilities(
@@ -52,7 +51,6 @@ FLASH3 = KernelCapabilities(
     most_head_dim=256,
     head_dim_step=8,
     wide_gradients=False,
-    windows=True,
     softcap=True,
 )
 FLASH4_PROBLEM = (

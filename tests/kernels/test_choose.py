@@ -207,10 +207,10 @@ def test_what_no_kernel_has_is_refused_by_layer_in_one_line(gpu, monkeypatch):
     )
     with pytest.raises(ValueError, match=words):
         choose_kernels(CUDA, BF16, [SLIDING, large])
-    narrow = dataclasses.replace(CpuFlash.capabilities, windows=False, softcap=False)
+    narrow = dataclasses.replace(CpuFlash.capabilities, softcap=False)
     monkeypatch.setattr(CpuFlash, "capabilities", narrow)
-    with pytest.raises(ValueError, match=r"layers\.0.*cpu_flash: it has no sliding windows"):
-        choose_kernels(CPU, torch.float32, [FULL, SLIDING])
+    with pytest.raises(ValueError, match=r"layers\.0.*cpu_flash: it has no softcap"):
+        choose_kernels(CPU, torch.float32, [FULL, SLIDING._replace(softcap=True)])
 
 
 class Recorder:
