@@ -26,10 +26,8 @@ class Launches(enum.Enum):
 
     BY_TAG = enum.auto()
     """All at once. Messages match by tag, as on gloo."""
-
     BY_LANE = enum.auto()
     """One after the other in each lane. Messages match by their order, as on NCCL."""
-
     ONE_QUEUE = enum.auto()
     """One after the other over all lanes and collectives, as on a device that happens to run one
     transfer at a time. Every plan must end here, too."""

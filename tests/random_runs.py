@@ -84,7 +84,6 @@ class Kind(NamedTuple):
 
     recurrent: str | None = None
     """Which recurrent layer of `RECURRENT`; None for attention."""
-
     reach: Reach = FULL
     sinks: bool = False
     softcap: float | None = None
@@ -103,22 +102,17 @@ class AttentionRun:
     plan: Plan
     heads: tuple[int, int]
     """Of queries, and of keys and values."""
-
     kinds: tuple[Kind, ...]
     """By layer."""
-
     blocks: Blocks
     """By sequence the tokens that see both ways."""
-
     use_blocks: bool
     passes: Always | None
     """Zeppelin's passes over the plan."""
-
     checkpoints: bool
     keeps_attention: bool
     experts: Experts | None
     """Behind the attention of every layer; None for a model without experts."""
-
     large: int
     """Tokens from which on chunks travel one by one; see `attention_schedule.LARGE`."""
 

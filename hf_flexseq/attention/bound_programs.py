@@ -43,7 +43,6 @@ class BoundPost(NamedTuple):
     number: int
     made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     """Shape and dtype of the tensors that are received and do not exist yet."""
-
     lanes: tuple[LaneMessages, ...]
     label: Label
 

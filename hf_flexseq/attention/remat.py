@@ -57,10 +57,8 @@ class Region(NamedTuple):
 
     frame: _CheckpointFrame
     """Identifies the region: the same object in the first run and in every replay."""
-
     hook: Hook
     """Identifies the run: torch makes a new pack hook for each."""
-
     replays: bool
     """True if this run is a replay."""
 
@@ -89,13 +87,10 @@ class Kept(NamedTuple):
 
     out: torch.Tensor
     """The result, [tokens, heads, head_dim] of this rank in attention."""
-
     flat: torch.Tensor
     """[elements] Other inputs of the backward, concatenated: in attention, all log-sum-exps."""
-
     shapes: tuple[torch.Size, ...]
     """The shape of each of these, e.g. [tokens, heads] of a ring's log-sum-exp."""
-
     version: int
     """The version of `out` when it was kept; torch counts it up at every write."""
 

@@ -46,7 +46,6 @@ class Reach:
 
     window: int | None = None
     """Number of tokens that a query reads, its own included; None for all."""
-
     chunk: int | None = None
     """Tokens of a chunk, outside of which the query reads nothing; None for the whole sequence."""
 
@@ -114,7 +113,6 @@ class Scores(NamedTuple):
 
     scale: float
     """Factor of the products of queries and keys."""
-
     softcap: float | None = None
     """Softcap c: a scaled score s becomes c x tanh(s / c). None leaves it unchanged."""
 
@@ -133,22 +131,16 @@ class RecurrentShape:
 
     kind: str
     """One of `RECURRENT_KINDS`."""
-
     key_heads: int = 0
     """Heads of queries and keys; for Mamba 2, its groups of B and C."""
-
     value_heads: int = 0
     """Heads of values, and of the state."""
-
     key_dim: int = 0
     """Size of a head of queries and keys; for Mamba 2, of its state."""
-
     value_dim: int = 0
     """Size of a head of values."""
-
     width: int
     """Rows read by the convolution before the scan, including the token's own."""
-
     channels: int
     """Columns of these rows."""
 

@@ -24,20 +24,15 @@ class Refusal(Generic[Case]):
 
     setting: str
     """Name of the setting, for the documentation."""
-
     found: Callable[[Case], Any]
     """Function that returns the setting with its value for the error, True for `setting` itself,
     or None or False if it is not set."""
-
     why: str
     """Reason of the refusal."""
-
     instead: str
     """Advice: settings that the user can choose instead."""
-
     error: type[Exception] = NotImplementedError
     """Class of the exception."""
-
     keeps: Callable[[Case], str] | None = None
     """Function that returns the end of the advice, the batch and accumulation that keep the tokens
     of a step; None for a setting that does not change them."""

@@ -110,10 +110,8 @@ class Inspection:
 
     marker: Mapping[str, Any] | None = None
     """Metadata as given to `begin`; None if unknown."""
-
     problem: str | None = None
     """Reason why no run can resume from it."""
-
     caveat: str | None = None
     """Reason why it is unknown if it is whole."""
 

@@ -90,7 +90,6 @@ class ModelShape:
     """True if queries and keys are normalised, head by head."""
     experts: ExpertShape | None = None
     """The experts; None for a model without any."""
-
     tower: TowerShape | None = None
     """The vision tower, whose parameters work on no token of text; None without one."""
 

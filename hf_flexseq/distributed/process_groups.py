@@ -91,7 +91,6 @@ class ProcessGroupTransport(Transport):
 
     backend: ClassVar[str]
     """Name that torch.distributed has for the backend of groups."""
-
     cpu_group: GlooCpuGroup
 
     def __init__(self, timeout: timedelta) -> None:

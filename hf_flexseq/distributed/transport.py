@@ -104,10 +104,8 @@ class Capabilities:
 
     ordered: bool
     """True if a lane carries out its posts in order, and messages match by order, not by tag."""
-
     waits_on_stream: bool
     """True if `wait` makes the device's stream wait instead of the host."""
-
     fast_collectives: bool = False
     """True if an all-to-all over a group is faster than messages between its ranks."""
 
@@ -117,10 +115,8 @@ class Lane(NamedTuple):
 
     kind: str
     """Purpose of the lane, for errors, e.g. "inside nodes"."""
-
     ranks: tuple[int, ...]
     """Global ranks, any two of which may exchange messages on it."""
-
     number: int = 0
     """Tells lanes of one kind and the same ranks apart, where a transport has several of them."""
 
@@ -130,10 +126,8 @@ class Message(NamedTuple):
 
     tensor: torch.Tensor
     """Contiguous, of any shape, with at least one element."""
-
     peer: int
     """Global rank on the other side."""
-
     tag: int
 
 
@@ -266,13 +260,10 @@ class Transport(abc.ABC):
 
     rank: int
     """This rank."""
-
     world_size: int
     """The number of ranks."""
-
     capabilities: Capabilities
     """Promises of this transport."""
-
     cpu_group: CpuGroup
     """Exchanges of values on the CPU."""
 

@@ -126,10 +126,8 @@ class Selection(NamedTuple):
 
     index: torch.Tensor
     """int64 [n]; some tensor that is not read where the rows are a slice."""
-
     start: int
     """First row of a slice."""
-
     has_index: bool
 
 
@@ -145,10 +143,8 @@ class RowStrides(NamedTuple):
 
     stride: int
     """From a row to the next one."""
-
     outer_stride: int
     """From one run of elements that follow each other to the next one, in a row."""
-
     inner: int
     """Elements of such a run."""
 

@@ -70,7 +70,6 @@ class CutRead(NamedTuple):
 
     first: int
     """Position of the first key. They read up to the end of the part."""
-
     segments: Segments
     """Lengths of the kernel call over these keys."""
 

@@ -33,13 +33,10 @@ class StageMember:
 
     stage: Stage
     """This rank's part of the model."""
-
     communicator: Communicator
     """All ranks of the pipelines."""
-
     index: int
     """Counts the ranks of the stage from 0; rank 0 of a stage writes its files."""
-
     is_sharded: bool
     """True if the ranks of the stage share its parameters by FSDP2."""
 

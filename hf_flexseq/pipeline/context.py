@@ -49,10 +49,8 @@ class ChunkLayout(NamedTuple):
 
     cut: int
     """Tokens of the part of a cut sequence at the start of the row; 0 without one."""
-
     whole: tuple[int, ...]
     """Tokens of every whole sequence after it."""
-
     sequences: tuple[int, ...]
     """Ids of them all, which messages between ranks are named by; () for a rank alone."""
 

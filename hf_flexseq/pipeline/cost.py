@@ -29,14 +29,11 @@ class StageTokenBytes:
 
     hidden: int
     """Hidden states between two layers."""
-
     head: int
     """Whatever the final norm and the head keep until the backward: the norm's input and its
     normalised rows, the head's input and the gradient of it."""
-
     kv: int
     """Keys and values of one layer, on the mean of all."""
-
     owed: int
     """Inputs and gradients that the weight gradients of one layer are made of."""
 

@@ -54,10 +54,8 @@ class _Flight:
 
     source: torch.Tensor
     """[1, tokens] token ids on the first stage, [1, tokens, hidden_size] elsewhere."""
-
     result: torch.Tensor
     """[1, tokens, hidden_size] the stage's hidden states."""
-
     gradient: torch.Tensor | None
     """[1, tokens, hidden_size] of `result`, which only the last stage has already."""
 

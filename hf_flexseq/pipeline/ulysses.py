@@ -38,7 +38,6 @@ class Sharing:
 
     ranks: tuple[int, ...]
     """Contiguous ranks of the world."""
-
     index: int
     """This rank's index among them."""
 

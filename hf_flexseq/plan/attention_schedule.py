@@ -38,22 +38,16 @@ class BlockCall(NamedTuple):
 
     time: int
     """Position of the call in the worker's list; a worker has at most one call per time."""
-
     worker: int
     """Index in the group of the rank that computes the call."""
-
     reader: int
     """Index in the group of the rank that holds the queries."""
-
     source: int
     """Index in the group of the rank that holds the keys and values."""
-
     queries: tuple[int, ...]
     """Chunks of the queries, all of the reader, in the order of its rows."""
-
     keys: tuple[int, ...]
     """Chunks of the keys, all of the source, in the order of its rows."""
-
     causal: bool
     """True: each query reads keys up to its own. False: each query reads each key."""
 
@@ -117,10 +111,8 @@ class Direction(NamedTuple):
 
     mirrored: bool
     """True if the last rank holds the first chunk of these sequences."""
-
     sequences: tuple[int, ...]
     """Indices of these sequences in the group."""
-
     chunk_by_chunk: bool
     """True if each chunk of all sequences together is worth its own call and transfer. Then one
     chunk (or its gradient) travels while the call on the other one runs."""

@@ -13,11 +13,9 @@ class StepFacts:
 
     units: Sequence[Unit] = ()
     """Sequences that begin alike."""
-
     later_pairs: Mapping[int, int] = field(default_factory=dict)
     """By id of a sequence with blocks, how many pairs of a query and a later key these have
     (`plan.blocks.later_pairs`)."""
-
     held_tokens: int = 0
     """Tokens whose memory every rank needs for something else in this step, such as images."""
 

@@ -35,19 +35,14 @@ class ImageSize:
 
     sequence: int
     """Id of the sequence that it belongs to."""
-
     modality: str
     """IMAGE or VIDEO."""
-
     tokens: int
     """Tokens that stand for it in its sequence."""
-
     patches: int
     """Patches that the tower encodes, before it merges them."""
-
     pairs: int
     """Pairs of patches that attend to each other."""
-
     data_bytes: int
     """Bytes of its pixels as they travel."""
 
@@ -58,13 +53,10 @@ class ImagePlacement:
 
     owners: tuple[int, ...]
     """The rank of each image."""
-
     stand_ins: tuple[int, ...]
     """Ranks without an image, which encode the cheapest one, too."""
-
     loads: tuple[int, ...]
     """Nanoseconds of each rank, without stand-ins."""
-
     cheapest: int
     """Index of the image that a rank without images encodes."""
 
@@ -91,11 +83,9 @@ class ImagePlan:
 
     placement: ImagePlacement
     """Where."""
-
     keeps_graph: bool
     """False if the graph of a trained tower is not kept from forward to backward: each image then
     runs forward once more."""
-
     held_bytes: float
     """Bytes that the rank which holds most for images holds during the step."""
 
@@ -112,13 +102,10 @@ class TowerLoad(Constants):
 
     images: Whole
     """Images and videos of the step, a divided one as many as its parts."""
-
     seconds: Seconds
     """Predicted seconds of the rank with the most work."""
-
     imbalance: Amount
     """The most work of a rank over the mean."""
-
     forwards: Whole = 1
     """How often each image runs forward: 2 where the tower's graph is not kept."""
 

@@ -33,10 +33,8 @@ class Role(NamedTuple):
     helps: bool
     """True: the worker computes for the partner's queries, with its own keys.
     False: it computes for its own queries, with the partner's keys."""
-
     queries: tuple[int, ...]
     """Positions of the queries among the reader's chunks."""
-
     keys: tuple[int, ...]
     """Positions of the keys among the source's chunks."""
 
@@ -46,10 +44,8 @@ class Round(NamedTuple):
 
     distance: int
     """Distance to the partner before a worker, modulo the degree; 0 is a causal call."""
-
     earlier: Role | None
     """Role if the partner holds earlier tokens; None for no call."""
-
     later: Role | None
     """Role if the partner wraps around and holds later tokens; None for no call."""
 
@@ -59,14 +55,11 @@ class Ring(NamedTuple):
 
     chunks_per_rank: int
     """Chunks of a sequence that a rank holds: one, or a front and a back one."""
-
     rounds: Callable[[int], Sequence[Round]]
     """degree -> the rounds after the first, in which every rank attends to its own chunks."""
-
     trips: Callable[[int], float]
     """degree -> trips of keys and values per token that the busiest rank holds, forward and
     backward."""
-
     stretch: Callable[[int], float] = lambda degree: 1.0
     """degree -> seconds of the busiest rank's attention over an even split's."""
 

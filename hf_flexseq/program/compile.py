@@ -51,13 +51,10 @@ class Parts(NamedTuple):
 
     tokens: int
     """Rows of all zones."""
-
     zones: Callable[[Reach], tuple[ZoneAttention, ...]]
     """The attention of every group, by which keys a query reads; the same objects every time."""
-
     segments: Callable[[], RankSegments]
     """The segments that recurrent layers go through; the same object every time."""
-
     both_ways: Callable[[Reach], tuple[ZoneAttention, ...]] | None = None
     """`zones` in which the tokens of blocks read each other both ways; None without blocks."""
 

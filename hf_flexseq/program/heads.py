@@ -30,10 +30,8 @@ class HeadShare(NamedTuple):
 
     queries: range
     """Query heads."""
-
     keys: range
     """The KV heads that they read."""
-
     query2kv: tuple[int, ...] | None
     """The KV head, counted from the first one read, that each query head reads; None where the
     query heads fall evenly on the KV heads, as the kernel expects."""
@@ -44,13 +42,10 @@ class HeadPiece(NamedTuple):
 
     shares: tuple[HeadShare, ...]
     """The heads that each rank works on."""
-
     queries: tuple[range, ...]
     """Their query heads."""
-
     arriving: tuple[range, ...]
     """The KV heads that each rank is sent with the piece: all of them with the first one."""
-
     leaving: tuple[range, ...]
     """The KV heads whose gradients each rank sends: all of them with the last piece."""
 

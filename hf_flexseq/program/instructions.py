@@ -35,13 +35,10 @@ class LayerShape(NamedTuple):
     head_dim: int
     dtype: str
     """A key of `ITEM_BYTES`."""
-
     reach: Reach = FULL
     """Keys that a query reads."""
-
     sinks: bool = False
     """True if every head has a sink: a score in the softmax without a value."""
-
     both_ways: bool = False
     """True if the tokens of a block (`plan/blocks.py`) read each other both ways."""
 
@@ -57,10 +54,8 @@ class RowShape(NamedTuple):
 
     columns: int
     """Numbers of a row."""
-
     dtype: str
     """A key of `ITEM_BYTES`."""
-
     width: int = 1
     """Rows that a convolution reads, its own among them."""
 
@@ -92,7 +87,6 @@ class Value(NamedTuple):
 
     number: int
     """Its place among all values of the program."""
-
     shape: tuple[int, ...]
 
     dtype: str
@@ -109,10 +103,8 @@ class RowsSpec(NamedTuple):
 
     tokens: int
     """Number of rows."""
-
     start: int | None = None
     """The first of them, where they stand together."""
-
     array: int | None = None
     """The number of the index array that lists them, where they do not. None of both for rows of
     another rank, of which only the number matters."""
@@ -164,10 +156,8 @@ class MessageSpec(NamedTuple):
 
     value: int
     """Number of the value."""
-
     peer: int
     """Global rank on the other side."""
-
     tag: int
 
 
@@ -229,13 +219,10 @@ class Instruction(NamedTuple):
 
     operation: str
     """Name of a method of `attention.replay.Replay`."""
-
     ins: tuple[int, ...]
     """Values that are read, or written to."""
-
     outs: tuple[int, ...]
     """Values that are made."""
-
     constants: tuple[Any, ...]
     """Arguments of the operation besides the tensors."""
 
@@ -255,12 +242,10 @@ class Program(NamedTuple):
 
     saved: tuple[tuple[Value, ...], ...]
     """By zone, the values that the backward reads, the log-sum-exp last; empty for a backward."""
-
     instructions: tuple[Instruction, ...]
 
     frees: tuple[tuple[int, ...], ...]
     """By instruction, the values that no later one reads."""
-
     all_values: tuple[Value, ...]
     """All values, by number."""
 

@@ -33,7 +33,6 @@ class PendingFetch(NamedTuple):
 
     of_queries: Sequence[Values]
     """By read, n queries: (q [n, H, D],), or in the backward (q, dout, out, lse [n, H])."""
-
     of_keys: Sequence[Values]
     """By read, values of the m keys: (kv [m, 2, Hkv, D],)."""
 
@@ -45,7 +44,6 @@ class PendingReturn(NamedTuple):
 
     of_queries: tuple[tuple[RowsSpec, Values], ...]
     """(the n rows, (out [n, H, D], lse [n, H])), in the backward (the n rows, (dq [n, H, D],))."""
-
     of_keys: tuple[tuple[RowsSpec, Values], ...]
     """Nothing in the forward; in the backward (the m rows, (dkv [m, 2, Hkv, D],))."""
 

@@ -61,10 +61,8 @@ class ChunkRows(NamedTuple):
 
     peer: int
     """Global rank on the other side; this rank for rows that it reads itself."""
-
     rows: RowsSpec
     """The rows; of another rank, their number alone."""
-
     chunks: tuple[ChunkKey, ...]
     """The chunks that the rows are, in the order of the rows; errors name them."""
 
@@ -84,19 +82,14 @@ class RingStep(NamedTuple):
 
     number: int
     """Position among the steps of the group, the same on all of its ranks."""
-
     time: int
     """First time of the schedule; at `DIAGONAL_TIME` nothing travels."""
-
     call: int | None
     """Number of the lengths of this rank's kernel call; None when it has no call in this step."""
-
     reads: tuple[Read, ...]
     """Reads of the kernel call, in the order of its sequences."""
-
     sent_queries: tuple[ChunkRows, ...]
     """Queries of this rank that calls of other ranks read."""
-
     sent_keys: tuple[ChunkRows, ...]
     """Keys and values of this rank that calls of other ranks read."""
 

@@ -37,7 +37,6 @@ class RowsCall(NamedTuple):
     keys: RowsSpec
     call: int
     """Number of its lengths."""
-
     repeats_keys: bool = False
     """True if a key may be read by several sequences of the call."""
 

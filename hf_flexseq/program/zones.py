@@ -36,7 +36,6 @@ class Machine:
 
     device: str
     """"cpu" or "cuda": how large calls must be to be worth their launches."""
-
     wide_gradients: bool
     """True if the kernel leaves gradients of 16-bit tensors in float32."""
 
@@ -67,7 +66,6 @@ class Sinks(NamedTuple):
 
     values: Value
     """[H] in WIDE."""
-
     grads: Value | None = None
     """[H] in WIDE, to which the backward adds; None in the forward."""
 

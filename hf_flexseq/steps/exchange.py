@@ -71,10 +71,8 @@ class Routes:
 
     cpu_group: CpuGroup
     """Carries the tokens."""
-
     rows: Sequence[int]
     """Tokens of each micro-batch or chunk."""
-
     shared: Ints | None = None
     """[received] Which of this rank's own rows each received token is, where several rows of a
     step share some; None where every received token is a row of its own."""

@@ -48,7 +48,6 @@ class Image:
 
     size: ImageSize
     """Its sequence is counted in the row of the rank that drew it."""
-
     arguments: Mapping[str, torch.Tensor]
     """Arguments of the model's method for features, for this image alone, by name."""
 
@@ -69,20 +68,15 @@ class RowImages:
 
     images: tuple[Image, ...] = ()
     """By sequence, then by modality, then in the order of their tokens."""
-
     placeholders: Mapping[str, int]
     """Token that stands for a part of an image, by modality."""
-
     axes: int = 0
     """Numbers of a token's position, such as 3 for time, height and width; 0 for models that have
     one number, `position_ids`."""
-
     positions_dtype: torch.dtype = torch.int64
     """Of such a position, alike on all ranks."""
-
     blocks: Blocks = field(default_factory=dict)
     """By index of a sequence the tokens that see both ways (`plan/blocks.py`)."""
-
     positions: torch.Tensor | None = None
     """[tokens, axes] These positions; None for a model without, and for a row without images."""
 

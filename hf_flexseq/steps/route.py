@@ -21,13 +21,10 @@ class Route(NamedTuple):
     sent: torch.Tensor
     """[sent] Indices of this rank's rows: first the rows for rank 0, then the rows for rank 1, and
     so on. A row may be sent to several ranks."""
-
     sent_counts: list[int]
     """[world]"""
-
     received_counts: list[int]
     """[world]"""
-
     order: torch.Tensor
     """[received] Where each row that this rank wants is among the arriving rows, which come by
     rank."""

@@ -39,10 +39,8 @@ class RowCounts(NamedTuple):
 
     uncounted_targets: int = 0
     """Targets of virtual tokens, which the plain Trainer trains on and does not count."""
-
     padding_targets: int = 0
     """Targets next to padding, which were left out."""
-
     other_rows: int = 0
     """Rows that the user's collator makes otherwise of a whole batch."""
 
@@ -56,21 +54,16 @@ class SourceRow:
 
     columns: Columns
     """Tensors of [tokens] on the CPU by name; {} until a rank without data knows the others'."""
-
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
-
     first_labels: tuple[int, ...] = ()
     """Label of the first token of each sequence, which nothing in it predicts."""
-
     virtual_tokens: int = 0
     """Virtual tokens in front of each sequence (`virtual_tokens.py`)."""
-
     counts: RowCounts = NO_COUNTS
 
     given_images: tuple[Mapping[str, torch.Tensor], ...] = ()
     """Tensors of each sequence's images as the collator gave them; () for a row without any."""
-
     images: RowImages = NO_IMAGES
     """The images as the model takes them, once it has read them."""
 
@@ -204,37 +197,26 @@ class DrawnStep:
 
     number: int
     """Number of the step among those that run, counted on from the first number."""
-
     request: int
     """Number by which the planner knows the step. It counts drawn steps that never ran, too."""
-
     row: SourceRow
     """Sequences that this rank drew, with the columns that the rows of all ranks have."""
-
     lengths: tuple[int, ...]
     """Tokens of each sequence, of all ranks: by the rank that drew it, then in its order."""
-
     sources: tuple[int, ...]
     """Rank that drew each sequence."""
-
     targets: tuple[int, ...]
     """Tokens with a label, of each sequence of all ranks."""
-
     counts: RowCounts = NO_COUNTS
     """Of all ranks."""
-
     images: tuple[ImageSize, ...] = ()
     """Images of all ranks, in the order of their sequences; those with the same pixels once."""
-
     own_images: tuple[int, ...] = ()
     """Of each image that this rank drew, which of `images` it is."""
-
     image_plan: ImagePlan | None = None
     """How the images are encoded; None in a step without any."""
-
     blocks: Blocks = field(default_factory=dict)
     """By sequence the tokens that see both ways."""
-
     facts: StepFacts = NO_FACTS
     """Facts for the planner besides the lengths."""
 
@@ -247,6 +229,5 @@ class PlannedStep:
 
     plan: Any
     """Plan of the whole step, over all ranks."""
-
     waited_s: float = 0.0
     """Seconds that training waited for the plan."""

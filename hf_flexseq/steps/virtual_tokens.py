@@ -85,7 +85,6 @@ class VirtualTokens:
 
     places: torch.Tensor
     """[virtual] Their indices among the tokens of the micro-batch."""
-
     numbers: torch.Tensor
     """[virtual] Their numbers, from 0."""
 

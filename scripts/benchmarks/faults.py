@@ -71,7 +71,6 @@ class Kind:
     ranks: int = 2
     options: dict[str, Any]
     """Of `FlexSeqConfig`."""
-
     resumes: bool = True
 
 

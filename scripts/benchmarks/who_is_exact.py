@@ -71,10 +71,8 @@ class Cell(NamedTuple):
 
     kind: str
     """figure, refused, fails, hangs or cannot run here."""
-
     error: float | None
     """Of the update, or of the evaluation's loss; None without a figure."""
-
     says: str
     """The first line of a message, or a reason; of a figure the factor, if it is not 1."""
 

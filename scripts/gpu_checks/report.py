@@ -27,10 +27,8 @@ class Setting:
 
     rehearse: bool
     """Whether on a CPU, with small sizes: it shows that the checks run, and nothing of a GPU."""
-
     plans: int
     """Random plans for every way of running them."""
-
     quick: bool = False
     """Whether less is run: fewer pipelines, and steps of trainers."""
 
@@ -62,10 +60,8 @@ class Section:
 
     lines: tuple[str, ...]
     """Lines of Markdown below the title."""
-
     holds: bool = True
     """True if all of its checks hold, or if none can run here."""
-
     said: str = ""
     """All that a part said which has failed; not on the page."""
 

@@ -27,13 +27,10 @@ class Experts:
 
     group_ranks: int
     """Ranks of an expert group."""
-
     of_rank: int
     """Experts that each of them holds."""
-
     top_k: int
     """Experts that work on a token."""
-
     one_rank_is_preferred: bool
     """Whether all tokens go to the last experts, so that the other ranks may receive none."""
 

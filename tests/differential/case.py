@@ -26,16 +26,12 @@ class Case:
 
     base: Any = Trainer
     """The class of the trainer, without hf_flexseq."""
-
     model: Callable[[], Any] = tiny_llama
     """Makes the model."""
-
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the trainer and of its configuration, by their names."""
-
     of_model: Callable[[Any], Mapping[str, Any]] = _nothing
     """Makes further arguments from the model, such as parameter groups."""
-
     batch: int = 4
     """Examples of a step. The stock trainer has them as one batch; our ranks share them."""
 
@@ -43,7 +39,6 @@ class Case:
 
     stock_loss: Callable[..., Any] | None = None
     """Loss function of the model, where the model's own one casts to float32."""
-
     stock_settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that take the place of others."""
 
@@ -51,19 +46,14 @@ class Case:
 
     flexseq: Mapping[str, Any] = field(default_factory=dict)
     """Options of hf_flexseq."""
-
     accumulation: int = 1
     """Batches of a rank in a step."""
-
     stage: int | None = None
     """Of DeepSpeed's ZeRO."""
-
     prepare: Callable[[Any], object] = _nothing
     """Is called with the trainer before it trains."""
-
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Makes a context for the whole run."""
-
     evaluates: bool = False
     """Whether an evaluation follows the training of both."""
 

@@ -84,46 +84,34 @@ class Case:
 
     kind: str
     """A key of BOUNDS."""
-
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the trainer's configuration, besides those that all cases have."""
-
     steps: int = 3
     accumulation: int = 1
     batch: int = 2
     """Examples of a rank's batch; GRPO and RLOO have twice as many."""
-
     rows: int = ROWS
     """Examples to train on."""
-
     adapter: str | None = None
     """"new" or "retrained": the trained model has LoRA; then the reference is that model with its
     adapter off, or with the copy named `ref` of what the adapter was."""
-
     reference: bool = True
     """Whether a trainer that takes a reference model is given one."""
-
     evaluates: bool = False
     """Whether an evaluation follows."""
-
     multiple: int | None = None
     """What rows are padded to multiples of, if they are."""
-
     lookahead: int = 0
     """Steps that ours plans ahead, in a process of its own, which takes a while to start."""
-
     flexseq: Mapping[str, Any] = field(default_factory=dict)
     """Options of ours, besides OPTIONS."""
-
     sharding: str = "ddp"
     """"fsdp2", sharded at load, or a stage of ZeRO: "zero1", "zero2", "zero3". These are in
     float32."""
-
     dtype: torch.dtype = torch.float64
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Of the configuration of the reference model of DPO and KTO."""
-
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Further columns of the data, whose values are repeated."""
 

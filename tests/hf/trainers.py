@@ -184,17 +184,13 @@ class Difference:
 
     weights: float
     """||ours - stock|| over ||stock - start||, all weights together."""
-
     metrics: float
     """The largest difference of a figure that was logged, over its size where that exceeds 1;
     see `size_of`."""
-
     metric: str
     """The name of that figure."""
-
     missing: tuple[str, ...]
     """Figures that stock logs and ours does not."""
-
     figures: int
     """So many were compared."""
 

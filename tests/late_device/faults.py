@@ -32,7 +32,6 @@ class Fault(NamedTuple):
     run: Callable[[], None]
     plant: Callable[[Any], None]
     """Plants the fault by a `MonkeyPatch`."""
-
     waits: bool = False
     """Whether a host that waits is the fault's own doing, and so no finding."""
 

@@ -13,7 +13,6 @@ class Schedule(NamedTuple):
 
     chunks: tuple[tuple[int, ...], ...]
     """Chunks of each rank of the group, by rank index."""
-
     calls: tuple[BlockCall, ...]
     """All calls, sorted by time and then by worker; a worker may idle at a time."""
 

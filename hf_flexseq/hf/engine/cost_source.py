@@ -56,10 +56,8 @@ class SavedCost:
 
     cost: CostModel
     """Without corrections."""
-
     made_for: Mapping[str, Any]
     """Model, devices and `cost_model=` of the saving run, as plain JSON values."""
-
     versions: Sequence[Version] = ()
     """Corrections, by step."""
 
@@ -125,10 +123,8 @@ class CostSource:
 
     asked: str
     """The option `cost_model`."""
-
     named: CostModel | None
     """Result of `named_cost`."""
-
     communicator: Communicator
     learned: LearnedCost = field(default_factory=LearnedCost)
     """Corrections of the last cost model found."""

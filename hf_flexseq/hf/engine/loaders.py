@@ -48,7 +48,6 @@ class LoaderState:
 
     end_of_dataloader: bool
     """True if the batch was the last one."""
-
     remainder: int
     """Samples of all ranks' last batches that had not been drawn before; 0 for all, -1 if
     unknown."""

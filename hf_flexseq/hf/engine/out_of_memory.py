@@ -34,10 +34,8 @@ class RanOut:
     what: str
     """Rank, micro-batch and step, with the tokens that it held and the memory that its plan had
     counted, in words."""
-
     cap: int
     """Tokens of a rank that plans allowed, activations being as set for the run."""
-
     lowered: int
     """The cap to go on with; 0 if nothing is left of it."""
 

@@ -72,10 +72,8 @@ class GradientReduction:
 
     adapters: "ExpertAdapters | None" = None
     """Adapters on experts that are spread over ranks."""
-
     lockstep: bool
     """True if all ranks run every micro-batch together."""
-
     leaves_tower_out: bool = False
     """True for a step without images of a model that has a tower."""
 

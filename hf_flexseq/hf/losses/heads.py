@@ -51,13 +51,10 @@ class Head(Protocol):
 
     main: str
     """The figure on which every loss depends."""
-
     differentiable: tuple[str, ...]
     """Figures that have gradients, `main` among them."""
-
     totals: tuple[str, ...]
     """Figures that are sums over all tokens of a step."""
-
     is_own: bool
     """True if code of the user's takes part in the loss."""
 

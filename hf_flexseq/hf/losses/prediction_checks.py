@@ -41,10 +41,8 @@ class Predicting(NamedTuple):
 
     trainer: Any
     """The trainer."""
-
     model: PreTrainedModel
     """The model of the trainer, without adapters."""
-
     stages: int
     """Number of stages of the pipeline."""
 

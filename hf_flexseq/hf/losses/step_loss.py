@@ -44,7 +44,6 @@ class StepLoss(ABC):
 
     has_predictions: bool
     """True if predictions of tokens are gathered; otherwise they are the Trainer's own."""
-
     lockstep: bool
     """True if the computation makes all ranks run every micro-batch together."""
 

@@ -23,10 +23,8 @@ class Foreseen:
 
     policy: ModelCall
     """With gradients."""
-
     wants_reference: bool = False
     """True if the same is asked of the reference."""
-
     others: ModelCall | None = None
     """Asked of the policy without gradients, and of the reference if that is asked at all."""
 

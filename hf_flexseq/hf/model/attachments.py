@@ -160,14 +160,11 @@ class ModelSettings:
 
     label_smoothing: float = 0.0
     """As of transformers' `LabelSmoother`, in the loss in chunks."""
-
     liger: Mapping[str, Any] | None = None
     """Liger's norms, MLPs and rotary embeddings, as `liger_kernel_config` has them; None without
     them."""
-
     noise: tuple[float, int] | None = None
     """alpha of NEFTune's noise on embedded tokens, and the seed of the run; None without noise."""
-
     reason_as_set: str | None = None
     """Why no plan may choose where activations are, in a few words; None if it may."""
 

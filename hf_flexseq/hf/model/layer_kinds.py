@@ -57,23 +57,17 @@ class LayerKind(NamedTuple):
 
     reach: Reach
     """Keys that a query reads."""
-
     softcap: float | None
     """Bound of the scores, approached by c tanh(s / c); None for plain scores."""
-
     sinks: bool
     """True if every head has a sink, a score without a value."""
-
     query_heads: int
     kv_heads: int
     """Heads of keys and values; fewer than query heads where several of these share one."""
-
     head_dim: int
     """Size of a head of queries and keys."""
-
     value_dim: int
     """Size of a head of values."""
-
     keys_of: int
     """The layer whose keys and values are read: the layer itself, or an earlier one."""
 

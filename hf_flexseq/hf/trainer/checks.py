@@ -54,7 +54,6 @@ class TrainerOfModel(NamedTuple):
 
     trainer: Any
     """The trainer."""
-
     model: PreTrainedModel
     """The model of the trainer, without adapters."""
 

@@ -279,10 +279,8 @@ class Factors(Constants):
 
     batch: Whole
     """`per_device_train_batch_size`."""
-
     accumulation: Whole
     """`gradient_accumulation_steps`."""
-
     processes: Whole
 
     @classmethod

@@ -31,7 +31,6 @@ class CutWork:
 
     linear: float
     """Work per token."""
-
     square: float
     """Work per squared token: t tokens have t^2 / 2 causal pairs."""
 

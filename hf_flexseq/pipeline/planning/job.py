@@ -20,10 +20,8 @@ class StagesJob:
 
     cost: PipelineCost
     """Nanoseconds and bytes of chunks on every stage."""
-
     options: PipelineOptions
     """Schedule and limits of one pipeline."""
-
     replicas: int
     """Number of pipelines."""
 

@@ -96,10 +96,8 @@ class PipelineAnswer:
 
     actions: Actions
     """[rank] the rank's actions, in order."""
-
     checkpointed: Layers = ()
     """[stage][chunk] layers that are computed again in the backward; () for none."""
-
     makespan_ns: int | None = None
     """Nanoseconds of the step; None if the planner has seen neither to time nor to memory."""
 

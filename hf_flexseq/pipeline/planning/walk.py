@@ -39,13 +39,10 @@ class Done:
 
     start: int
     """Nanoseconds since the step began."""
-
     stop: int
     """Nanoseconds since the step began."""
-
     held: int
     """Bytes of the rank while the action goes on."""
-
     left: int
     """Bytes of the rank after it."""
 

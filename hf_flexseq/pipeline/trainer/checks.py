@@ -40,7 +40,6 @@ class Staged(NamedTuple):
 
     trainer: Any
     """The trainer."""
-
     args: FlexSeqArguments
     """The options of hf_flexseq."""
 
@@ -67,7 +66,6 @@ class ShardedStages(NamedTuple):
 
     plugin: FullyShardedDataParallelPlugin
     """The settings of FSDP."""
-
     cast_dtype: torch.dtype | None
     """dtype of accelerate's mixed precision, in which parameters are gathered; None without."""
 

@@ -47,16 +47,12 @@ class GroupsJob:
     KIND: ClassVar[str] = "groups"
     is_quick: ClassVar[bool] = False
     """Plans of many ranks take seconds."""
-
     topology: Topology
     """The machines and their ranks."""
-
     cost: CostModel
     """Seconds and bytes of the whole model."""
-
     options: PlanOptions
     """Options of planning."""
-
     fsdp: FsdpFigures | None = None
     """Costs of FSDP2's policies; None if it shards nothing, or has no choice."""
 

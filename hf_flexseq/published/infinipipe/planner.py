@@ -55,7 +55,6 @@ class _Group:
 
     layers: tuple[int, ...]
     """Layers recomputed on each diagonal, () for none."""
-
     price: float
     """Nanoseconds of recomputing and of the flush."""
 

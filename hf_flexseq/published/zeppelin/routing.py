@@ -54,13 +54,10 @@ class NicFigures:
 
     nics_per_node: int
     """NICs of a node; ranks next to each other share one where there are more ranks than NICs."""
-
     inside_s: float
     """Seconds that a byte takes between two ranks of a node."""
-
     across_s: float
     """Seconds that a byte takes between two nodes, over one NIC."""
-
     transfer_s: float
     """Seconds of a transfer besides the time of its bytes."""
 
@@ -114,10 +111,8 @@ class Transfer(NamedTuple):
 
     source: int
     """Global rank that sends."""
-
     target: int
     """Global rank that receives."""
-
     nbytes: int
 
 
@@ -126,10 +121,8 @@ class Path(NamedTuple):
 
     exit_rank: int
     """Rank of the source's node that sends them to the other node."""
-
     entry_rank: int
     """Rank of the target's node that receives them there."""
-
     start: int
     stop: int
 
@@ -147,7 +140,6 @@ class Routing:
 
     paths: tuple[tuple[Transfer, tuple[Path, ...]], ...] = ()
     """Each transfer that does not go straight, with its paths in the order of the bytes."""
-
     packets: int = 1
     """Packets into which each path is cut."""
 

@@ -38,13 +38,10 @@ class Case:
     collator: str
     settings: dict[str, Any]
     """Of the trainer's configuration."""
-
     ours: dict[str, Any]
     """Of FlexSeqArguments."""
-
     changes: tuple[str, ...]
     """Keys of CHANGES."""
-
     sharding: str = ""
     """How both trainers' models are sharded: "zero3", or "fsdp2" for a plain causal one."""
 

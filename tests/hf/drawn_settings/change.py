@@ -22,22 +22,16 @@ class Change:
 
     methods: type | None = None
     """Goes in front of the trainer's class."""
-
     model: Callable[[Any], None] | None = None
     """Changes the model before the trainer is made."""
-
     trainer: Callable[[Any], None] | None = None
     """Changes the trainer before it trains."""
-
     arguments: Mapping[str, Any] | None = None
     """Further arguments of the trainer."""
-
     of: tuple[str, ...] = CAUSAL
     """The trainers that it goes with."""
-
     slot: str = ""
     """Two of one slot are not drawn together; the empty slot takes any number."""
-
     weight: float = 1.0
 
 

@@ -14,10 +14,8 @@ class Option(NamedTuple):
 
     values: tuple[Mapping[str, Any], ...]
     """Settings of a trainer's configuration, of which one is drawn."""
-
     of: tuple[str, ...] = ALL
     """The trainers that have it."""
-
     weight: float = 1.0
     """How likely it is drawn: more than 1 for what few trainers have. 0 is for what is refused,
     which ends a case: every tenth case has one of these."""

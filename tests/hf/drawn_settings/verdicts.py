@@ -55,20 +55,16 @@ class Outcome:
 
     error: str = ""
     """The type of what was raised, empty if nothing was."""
-
     message: str = ""
     where: str = ""
     """The innermost lines of its traceback."""
-
     step: int = 0
     """Optimizer steps that were made."""
-
     start: dict[str, Array] = field(default_factory=dict)
     weights: dict[str, Array] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     """Further figures, such as which checkpoints there are."""
-
     warnings: list[str] = field(default_factory=list)
     """Of hf_flexseq."""
 
