@@ -16,7 +16,7 @@ from hf_flexseq.steps.users_code import is_known, users_method
 from tests.hf.plain import dataset, padded
 from tests.hf.test_own_losses import Focal
 from tests.hf.tiny import refused, tiny_llama, tiny_model
-from tests.hf.trainers import trainer_of
+from tests.hf.trainers import distance, trainer_of, weights_of
 from tests.programs import ROOT
 
 # Methods that answer a question: how often they are asked changes nothing.
@@ -159,6 +159,53 @@ def test_a_function_on_one_trainer_or_in_front_of_the_mixin_is_refused_too(tmp_p
     trainer.get_batch_samples = lambda *args, **kwargs: None
     with refused("get_batch_samples of this .*Trainer would be ignored"):
         trainer.add_callback(FlexSeqCallback(trainer, FlexSeqArguments(**OPTIONS)))
+
+
+# ---- a step in front of the mixin's
+
+
+def whole_step(self, model, inputs, num_items_in_batch=None):
+    model.train()
+    inputs = self._prepare_inputs(inputs)
+    with self.compute_loss_context_manager():
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+    self.accelerator.backward(loss)
+    return loss.detach()
+
+
+def step_of(cls):
+    """A step that calls that of a class by its name."""
+
+    def training_step(self, *given):
+        return cls.training_step(self, *given)
+
+    return training_step
+
+
+STEPS_IN_FRONT = {
+    "whole": whole_step,
+    "Trainer's": step_of(Trainer),
+    "FlexSeqTrainer's": step_of(FlexSeqTrainer),
+}
+
+
+@pytest.mark.parametrize("step", STEPS_IN_FRONT.values(), ids=STEPS_IN_FRONT)
+def test_a_step_that_does_not_call_the_mixins_runs_inside_of_a_planned_one(tmp_path, step):
+    stock = make(Trainer, tmp_path / "stock", how="stock")
+    stock.train()
+    mine = type("Mine", (FlexSeqTrainer,), {"training_step": step})
+    trainer = make(mine, tmp_path / "ours")
+    assert type(trainer).__name__ == "Mine"
+    trainer.train()
+    assert "flexseq/micro_batches" in trainer.state.log_history[0]
+    assert distance(weights_of(stock.model), weights_of(trainer.model)) < 1e-8
+
+
+def test_a_step_on_one_trainer_is_refused_also_after_it_was_made(tmp_path):
+    trainer = make(FlexSeqTrainer, tmp_path)
+    trainer.training_step = partial(whole_step, trainer)
+    with refused("training_step of this FlexSeqTrainer would run instead of planned steps"):
+        trainer.train()
 
 
 def test_a_function_put_on_the_class_of_a_library_is_noticed(tmp_path, monkeypatch):

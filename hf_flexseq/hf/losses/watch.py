@@ -7,6 +7,7 @@ which would silently give another loss. Each of these changes raises a NotImplem
 says what to change.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,14 +94,26 @@ def changed_gradients(methods: list[str]) -> NotImplementedError:
     )
 
 
+def _steps_before(trainer: type, mixin: type) -> list[Any]:
+    """Return each `training_step` of a trainer's class that comes before the mixin's."""
+    classes = trainer.__mro__
+    own = (vars(cls).get("training_step") for cls in classes[: classes.index(mixin)])
+    return [step for step in own if step is not None]
+
+
+def replaces_step(trainer: type, mixin: type) -> bool:
+    """Tell if a `training_step` before the mixin's calls none behind it, by `super()`."""
+    codes = (inspect.unwrap(step).__code__ for step in _steps_before(trainer, mixin))
+    names = ({*code.co_names, *code.co_freevars} for code in codes)
+    return any(names_of_one.isdisjoint(("super", "__class__")) for names_of_one in names)
+
+
 class StepInFront:
     """Watches a user's `training_step` before the mixin: gradients come with the last batch."""
 
     def __init__(self, trainer: Trainer, mixin: type) -> None:
         """mixin: the class before which a `training_step` may come."""
-        classes = type(trainer).__mro__
-        before = classes[: classes.index(mixin)]
-        self._is_watched = any("training_step" in vars(cls) for cls in before)
+        self._is_watched = bool(_steps_before(type(trainer), mixin))
         self._methods = users_methods(trainer, ("training_step",))
         self._after_step: list[Any] | None = None
 

@@ -48,6 +48,11 @@ def check_overrides(trainer: Any) -> None:
             f"{where} would be ignored, since batches are drawn, planned and dispatched before it "
             "would be called: change samples in the dataset, the sampler or the data_collator"
         )
+    if "training_step" in vars(trainer):
+        ignored.append(
+            f"training_step of this {type(trainer).__name__} would run instead of planned steps: "
+            "define it in a class"
+        )
     if is_sharded_at_load(trainer):
         for name in OF_SHARDED_CHECKPOINTS:
             behind = users_method_behind(trainer, name)

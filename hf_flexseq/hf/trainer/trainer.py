@@ -22,7 +22,8 @@
   (`checkpoint_forms.py`).
 
 With `pipeline_parallel_size` above 1 the trainer's class becomes a subclass, which the registry
-names (`base/registry.py`).
+names (`base/registry.py`); it becomes a `_StepInside` if a user's `training_step` before the mixin
+does not call the mixin's.
 
 The loss of a step (`step_loss.py`) is computed on the micro-batches (`next_token.py`), or by the
 trainer's own code, on its own batches (`hf/losses/on_samples.py`). Data order, gradient
@@ -55,7 +56,7 @@ from hf_flexseq.hf.losses.on_samples import LossOnSamples
 from hf_flexseq.hf.losses.outputs import PlannedSmoother
 from hf_flexseq.hf.losses.prediction_checks import check_predictions, wants_predictions
 from hf_flexseq.hf.losses.step_loss import StepLoss
-from hf_flexseq.hf.losses.watch import StepInFront
+from hf_flexseq.hf.losses.watch import StepInFront, replaces_step
 from hf_flexseq.hf.model.attachments import ModelSettings
 from hf_flexseq.hf.model.checks import check_kind, check_model
 from hf_flexseq.hf.model.compiled_regions import leave_others_uncompiled
@@ -64,6 +65,7 @@ from hf_flexseq.hf.model.loss_kinds import has_own_loss, is_objective, is_on_sam
 from hf_flexseq.hf.model.sharding import gather_experts_at_once, gathering_experts_at_once
 from hf_flexseq.hf.trainer.checkpoint_forms import ShardedCheckpoints, accepted_by_trainer
 from hf_flexseq.hf.trainer.checks import check_loss_of_model, check_trainer
+from hf_flexseq.hf.trainer.overrides import check_overrides
 from hf_flexseq.hf.trainer.step_memory import StepMemory
 from hf_flexseq.hf.trainer.trainer_log import TrainerLog
 from hf_flexseq.hf.trainer.training_data import TrainingData, flexseq_collator, padded_collator
@@ -127,6 +129,9 @@ class FlexSeqMixin(ShardedCheckpoints):
         if options.pipeline_parallel_size > 1:
             former = type(self)
             self.__class__ = type(former.__name__, (object_of(PIPELINE.mixin), former), {})
+        elif replaces_step(type(self), FlexSeqMixin):
+            former = type(self)
+            self.__class__ = type(former.__name__, (_StepInside, former), {})
         together(*self._flexseq_checks(options))
         leave_others_uncompiled(self)
         base = base_model(self.model)
@@ -263,7 +268,9 @@ class FlexSeqMixin(ShardedCheckpoints):
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends; an epoch is as long as the longest rank's
         loader."""
-        self._flexseq_log.say_remarks()  # hooks and callbacks may have come since construction
+        # functions, hooks and callbacks may have come since construction
+        check_overrides(self)
+        self._flexseq_log.say_remarks()
         self._flexseq_loss.check_loader(dataloader)
         self._flexseq_data = self._flexseq_loaders.enter_context(
             TrainingData.of(self, self.flexseq, dataloader)
@@ -283,10 +290,15 @@ class FlexSeqMixin(ShardedCheckpoints):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run a whole step with the last of its batches, and return its loss, a scalar."""
+        return self._run_step(super().training_step, model, inputs, num_items_in_batch)
+
+    def _run_step(
+        self, run: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, items: Any
+    ) -> torch.Tensor:
+        """Run a step as `training_step`. run: the `training_step` of the class behind."""
         self._flexseq_data.check_accumulation()
-        run = super().training_step
         with self._flexseq_memory.noted():
-            loss = self._flexseq_loss.run_step(model, inputs, num_items_in_batch, run)
+            loss = self._flexseq_loss.run_step(model, inputs, items, run)
         self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
         return loss
 
@@ -430,6 +442,25 @@ class FlexSeqMixin(ShardedCheckpoints):
         """Return the loss of a step, a scalar, with predictions and labels if wanted."""
         stock = partial(super().prediction_step, ignore_keys=ignore_keys)
         return self._flexseq_loss.predict(model, inputs, prediction_loss_only, stock)
+
+
+class _StepInside(FlexSeqMixin):
+    """Comes in front of a class whose `training_step` does not call the mixin's, and runs that one
+    inside of a step, as behind the mixin."""
+
+    _flexseq_is_inside = False
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """See `FlexSeqMixin.training_step`."""
+        return self._run_step(super().training_step, model, inputs, num_items_in_batch)
+
+    def _run_step(self, run: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+        if self._flexseq_is_inside:  # the user's method has called the mixin's by its class
+            return run(*given)
+        with Patch(self, _flexseq_is_inside=True):
+            return super()._run_step(run, *given)
 
 
 class FlexSeqTrainer(FlexSeqMixin, Trainer):
