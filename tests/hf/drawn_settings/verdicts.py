@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_flexseq.steps.trace import PREFIX
 from tests.hf.drawn_settings.case import Case
 from tests.hf.trainers import CLOCKS, Array, distance, size_of
 
@@ -125,6 +126,9 @@ def differences(case: Case, stock: Outcome, ours: Outcome) -> list[str]:
     update = max(distance(stock.weights, stock.start), 1e-9)
     if apart > weights_bound * update:
         found.append(f"weights by {apart / update:.2g} of the update")
+    losses = [line for line in ours.log if "loss" in line]
+    if losses and not any(name.startswith(PREFIX) for line in losses for name in line):
+        found.append("no step was planned")
     if len(stock.log) != len(ours.log):
         pairs = zip(stock.log, ours.log, strict=False)
         missing = [sorted(set(wanted) - set(given)) for wanted, given in pairs]
