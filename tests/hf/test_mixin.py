@@ -203,3 +203,9 @@ def test_figures_of_the_sft_trainer_do_not_depend_on_plan_or_ranks(tmp_path):
             assert_logged_alike(stock, ours, keys, rel=1e-6)
             micro_batches[cap] = max(logged(ours.log, "flexseq/micro_batches"))
     assert micro_batches[60] > micro_batches[400]
+
+
+@pytest.mark.parametrize("base", [Trainer, SFTTrainer])
+def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made(base):
+    with pytest.raises(TypeError, match=r"class Mine has Trainer before FlexSeqMixin.*name Flex"):
+        type("Mine", (base, FlexSeqMixin), {})

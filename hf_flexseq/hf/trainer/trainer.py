@@ -104,6 +104,15 @@ class FlexSeqMixin(ShardedCheckpoints):
     neftune_noise_alpha: Any
     _flexseq_loss: StepLoss
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        before = cls.__mro__[: cls.__mro__.index(FlexSeqMixin)]
+        if Trainer in before:
+            raise TypeError(
+                f"class {cls.__name__} has Trainer before FlexSeqMixin, which would do nothing: "
+                "name FlexSeqMixin first, as in class MyTrainer(FlexSeqMixin, Trainer)"
+            )
+
     def __init__(
         self, *given: Any, flexseq_args: FlexSeqArguments | None = None, **named: Any
     ) -> None:
