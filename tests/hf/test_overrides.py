@@ -5,6 +5,7 @@ from collections import Counter
 from functools import partial, wraps
 
 import pytest
+import torch
 import yaml
 from transformers import DataCollatorWithFlattening, Trainer
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
@@ -88,8 +89,7 @@ def counting(base):
             calls[name] += 1
             return method(*args, **kwargs)
 
-        call.__wrapped__.__dict__.clear()
-        del call.__wrapped__  # it is the user's own function
+        vars(call).clear()  # it wraps nothing: it is the user's own function
         call.__module__ = "users"
         return call
 
@@ -206,6 +206,16 @@ def test_a_step_on_one_trainer_is_refused_also_after_it_was_made(tmp_path):
     trainer.training_step = partial(whole_step, trainer)
     with refused("training_step of this FlexSeqTrainer would run instead of planned steps"):
         trainer.train()
+
+
+def test_outside_of_training_batches_are_padded_and_a_step_is_refused(tmp_path):
+    stock, trainer = (make(Trainer, tmp_path, how=how) for how in ("stock", "mixin"))
+    wanted, found = (next(iter(one.get_train_dataloader())) for one in (stock, trainer))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    with pytest.raises(RuntimeError, match=r"trainer\.train\(\) has planned: call compute_loss"):
+        trainer.training_step(trainer.model, found)
+    assert float(trainer.compute_loss(trainer.model, found)) > 0
 
 
 def test_a_function_put_on_the_class_of_a_library_is_noticed(tmp_path, monkeypatch):

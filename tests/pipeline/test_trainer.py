@@ -323,6 +323,7 @@ OVERRIDDEN = (
     "_finalize_training",
     "evaluation_loop",
     "prediction_step",
+    "get_train_dataloader",
     "get_eval_dataloader",
     "get_test_dataloader",
     "_save_checkpoint",

@@ -29,7 +29,7 @@ from hf_flexseq.steps.calls import READ, ModelCall
 from hf_flexseq.steps.collator import LENGTHS, DataCollatorForFlexSeq
 from hf_flexseq.steps.known_columns import dropped_columns
 from hf_flexseq.steps.rank_step import RankStep
-from hf_flexseq.steps.users_code import is_known
+from hf_flexseq.steps.users_code import is_known, package
 from hf_flexseq.steps.virtual_tokens import NUMBERS as VIRTUAL_NUMBERS
 from hf_flexseq.steps.whole_batches import random_numbers_kept
 
@@ -63,8 +63,11 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
     or a side of a pair, that does not fit, if known before training. resumes: True if the run
     draws only the rest."""
     training = trainer.train_dataset
-    draws_from_it = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
-    if draws_from_it and _is_map_style(training) and len(training) == 0:
+    if (
+        _is_stock(trainer, "get_train_dataloader")
+        and _is_map_style(training)
+        and len(training) == 0
+    ):
         raise ValueError("train_dataset is empty (0 examples): check the filters of the dataset")
     # A run without evaluations is followed by one.
     (_, training), *evaluated = _datasets(trainer)
@@ -155,11 +158,10 @@ def _datasets(trainer: Trainer) -> Iterator[tuple[str, Any]]:
 def _draws_all(trainer: Trainer) -> bool:
     """Return True if a run is known to draw every example of its training dataset."""
     args = trainer.args
-    cls = type(trainer)
     # A user's sampler may skip examples.
-    if cls.get_train_dataloader is not Trainer.get_train_dataloader:
-        return False
-    if cls._get_train_sampler is not Trainer._get_train_sampler:
+    if not all(
+        _is_stock(trainer, name) for name in ("get_train_dataloader", "_get_train_sampler")
+    ):
         return False
     if args.max_steps <= 0:
         return bool(args.num_train_epochs >= 1)
@@ -167,6 +169,12 @@ def _draws_all(trainer: Trainer) -> bool:
         return False
     drawn = args.max_steps * trainer.get_total_train_batch_size(args)
     return bool(drawn >= len(trainer.train_dataset))
+
+
+def _is_stock(trainer: Trainer, name: str) -> bool:
+    """Tell if a method of a trainer, but for hf_flexseq's own, is that of `Trainer`."""
+    classes = (cls for cls in type(trainer).__mro__ if package(cls) != "hf_flexseq")
+    return next(cls for cls in classes if name in vars(cls)) is Trainer
 
 
 def _is_map_style(dataset: Any) -> bool:

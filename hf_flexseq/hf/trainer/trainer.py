@@ -10,7 +10,8 @@
 * `evaluation_loop`, `prediction_step`: the same for evaluation, with a loss over all target
   tokens; predictions of tokens are gathered (`predictions.py`).
 * `_prepare_inputs`, `_get_per_token_logps_and_entropies`: for a loss on the source rank.
-* `get_eval_dataloader`, `get_test_dataloader`: padded batches, if predictions are wanted.
+* `get_train_dataloader`, `get_eval_dataloader`, `get_test_dataloader`: padded batches outside of
+  training, or if predictions are wanted.
 * `train`, `_inner_training_loop`: the run resumes from a whole checkpoint; the model has our
   attention and loss while it trains.
 * `set_initial_training_values`: batches stay on the host until their tokens are dispatched.
@@ -305,6 +306,11 @@ class FlexSeqMixin(ShardedCheckpoints):
         self, run: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, items: Any
     ) -> torch.Tensor:
         """Run a step as `training_step`. run: the `training_step` of the class behind."""
+        if not self.is_in_train:
+            raise RuntimeError(
+                "training_step runs the steps that trainer.train() has planned: call "
+                "compute_loss(model, batch) for a batch of your own"
+            )
         self._flexseq_data.check_accumulation()
         with self._flexseq_memory.noted():
             loss = self._flexseq_loss.run_step(model, inputs, items, run)
@@ -430,6 +436,12 @@ class FlexSeqMixin(ShardedCheckpoints):
         if predicts and name not in output.metrics:  # predict() may have no labels
             return output
         return self._flexseq_loss.evaluated(output, name)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's loader, of padded batches for who looks at them outside of
+        training."""
+        with self._padding(not self.is_in_train):
+            return super().get_train_dataloader()
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return the Trainer's loader, of padded batches where predictions are wanted."""
