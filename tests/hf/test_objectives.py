@@ -342,6 +342,9 @@ def test_the_models_are_left_as_they_were(tmp_path, cls):
     assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
     for model in (trainer.model, trainer.ref_model):
         assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, VOCAB)
+    if cls is True:  # the user may call the trainer's methods, too
+        batch = next(iter(trainer.get_train_dataloader()))
+        assert float(trainer.prediction_step(trainer.model, batch, True)[0]) > 0
 
 
 # ---- samples that serve several optimizer steps

@@ -462,6 +462,8 @@ class FlexSeqMixin(ShardedCheckpoints):
     ) -> Any:
         """Return the loss of a step, a scalar, with predictions and labels if wanted."""
         stock = partial(super().prediction_step, ignore_keys=ignore_keys)
+        if not self.flexseq.is_attached:  # called by the user, outside of an evaluation
+            return stock(model, inputs, prediction_loss_only)
         return self._flexseq_loss.predict(model, inputs, prediction_loss_only, stock)
 
 
