@@ -63,11 +63,8 @@ def check_examples(trainer: Trainer, args: FlexSeqArguments, *, resumes: bool) -
     or a side of a pair, that does not fit, if known before training. resumes: True if the run
     draws only the rest."""
     training = trainer.train_dataset
-    if (
-        _is_stock(trainer, "get_train_dataloader")
-        and _is_map_style(training)
-        and len(training) == 0
-    ):
+    draws_from_it = _is_stock(trainer, "get_train_dataloader")
+    if draws_from_it and _is_map_style(training) and len(training) == 0:
         raise ValueError("train_dataset is empty (0 examples): check the filters of the dataset")
     # A run without evaluations is followed by one.
     (_, training), *evaluated = _datasets(trainer)
@@ -159,9 +156,8 @@ def _draws_all(trainer: Trainer) -> bool:
     """Return True if a run is known to draw every example of its training dataset."""
     args = trainer.args
     # A user's sampler may skip examples.
-    if not all(
-        _is_stock(trainer, name) for name in ("get_train_dataloader", "_get_train_sampler")
-    ):
+    methods = ("get_train_dataloader", "_get_train_sampler")
+    if not all(_is_stock(trainer, name) for name in methods):
         return False
     if args.max_steps <= 0:
         return bool(args.num_train_epochs >= 1)
