@@ -171,9 +171,9 @@ def test_the_draws_of_a_night_have_every_option_change_and_way():
 
 
 def outcome(weight=1.0, warnings=(), **log):
-    """Of a training from weight 0 that logged one line."""
+    """Of a training from weight 0 that logged one line, with hf_flexseq."""
     start, weights = ({"w": np.array([value, 0.0])} for value in (0.0, weight))
-    log = [{"loss": 3.0, **log}]
+    log = [{"loss": 3.0, "flexseq/micro_batches": 2, **log}]
     return Outcome(start=start, weights=weights, log=log, warnings=list(warnings))
 
 
@@ -185,6 +185,7 @@ def verdict_of(stock, ours):
 
 
 def test_what_differs_in_silence_is_found():
+    stock = replace(outcome(), log=[{"loss": 3.0}])
     for ours, verdict in (
         (outcome(weight=1 + 1e-6), Verdict.EQUAL),
         (outcome(weight=1 + 1e-5), Verdict.SILENT),
@@ -192,10 +193,11 @@ def test_what_differs_in_silence_is_found():
         (outcome(loss=3.0001), Verdict.SILENT),
         (outcome(loss=float("nan")), Verdict.SILENT),
         (outcome(train_runtime=2.0, **{"flexseq/micro_batches": 3}), Verdict.EQUAL),
+        (replace(outcome(), log=[{"loss": 3.0}]), Verdict.SILENT),  # no step was planned
+        (replace(outcome(), log=[]), Verdict.SILENT),
     ):
-        assert verdict_of(outcome(), ours) is verdict, ours
+        assert verdict_of(stock, ours) is verdict, ours
     assert verdict_of(outcome(grad_norm=1.0), outcome()) is Verdict.SILENT
-    assert verdict_of(outcome(), replace(outcome(), log=[])) is Verdict.SILENT
 
 
 def test_a_refusal_is_one_line_before_the_second_step():
