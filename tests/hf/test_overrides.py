@@ -14,6 +14,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 from hf_flexseq import FlexSeqArguments, FlexSeqCallback, FlexSeqTrainer
 from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS
 from hf_flexseq.steps.users_code import is_known, users_method
+from tests.hf.drawn_settings.methods import OwnTrainingStep
 from tests.hf.plain import dataset, padded
 from tests.hf.test_own_losses import Focal
 from tests.hf.tiny import refused, tiny_llama, tiny_model
@@ -164,17 +165,8 @@ def test_a_function_on_one_trainer_or_in_front_of_the_mixin_is_refused_too(tmp_p
 # ---- a step in front of the mixin's
 
 
-def whole_step(self, model, inputs, num_items_in_batch=None):
-    model.train()
-    inputs = self._prepare_inputs(inputs)
-    with self.compute_loss_context_manager():
-        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-    self.accelerator.backward(loss)
-    return loss.detach()
-
-
 def step_of(cls):
-    """A step that calls that of a class by its name."""
+    """A `training_step` that names the class whose step it calls."""
 
     def training_step(self, *given):
         return cls.training_step(self, *given)
@@ -183,7 +175,7 @@ def step_of(cls):
 
 
 STEPS_IN_FRONT = {
-    "whole": whole_step,
+    "whole": OwnTrainingStep.training_step,
     "Trainer's": step_of(Trainer),
     "FlexSeqTrainer's": step_of(FlexSeqTrainer),
 }
@@ -203,7 +195,7 @@ def test_a_step_that_does_not_call_the_mixins_runs_inside_of_a_planned_one(tmp_p
 
 def test_a_step_on_one_trainer_is_refused_also_after_it_was_made(tmp_path):
     trainer = make(FlexSeqTrainer, tmp_path)
-    trainer.training_step = partial(whole_step, trainer)
+    trainer.training_step = partial(OwnTrainingStep.training_step, trainer)
     with refused("training_step of this FlexSeqTrainer would run instead of planned steps"):
         trainer.train()
 

@@ -168,7 +168,7 @@ def _draws_all(trainer: Trainer) -> bool:
 
 
 def _is_stock(trainer: Trainer, name: str) -> bool:
-    """Tell if a method of a trainer, but for hf_flexseq's own, is that of `Trainer`."""
+    """Tell if no class but hf_flexseq's overrides a method of `Trainer`."""
     classes = (cls for cls in type(trainer).__mro__ if package(cls) != "hf_flexseq")
     return next(cls for cls in classes if name in vars(cls)) is Trainer
 

@@ -24,7 +24,7 @@ from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.router import RouterLoss
 
 AUX_LOSS = "aux_loss"
-"""The figure of a step's router loss, which is no mean over micro-batches."""
+"""Name of the router-loss figure, which has one value per step."""
 
 
 class AddedRouterLoss:

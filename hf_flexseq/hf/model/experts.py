@@ -34,7 +34,7 @@ from hf_flexseq.hf.model.facts import EXPERT_GROUP
 from hf_flexseq.hf.model.sharding import distributed_config, expert_group_size
 
 _SAME_EXPERTS = "efsdp"  # transformers' name of a dimension of meshes
-ADAPTED = "base_layer"  # PEFT's name of what an adapter is around
+ADAPTED = "base_layer"  # PEFT's name for the layer that an adapter wraps
 _TRIED_FACTOR = 4.0
 
 _divides_twice: dict[tuple[str, torch.dtype], bool] = {}  # trials by type of device and dtype

@@ -180,7 +180,7 @@ def _convolution(
 
 
 def _scan(kind: str, keys: torch.Tensor, values: torch.Tensor) -> RecurrentShape:
-    """Return the sizes of a scan, without those of a convolution before it. keys, values: each
+    """Return the sizes of a scan; a convolution before it has its own. keys, values: each
     [1, tokens, heads, size]."""
     return RecurrentShape(
         kind=kind,

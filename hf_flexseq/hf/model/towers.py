@@ -66,7 +66,7 @@ def _text_parts(model: PreTrainedModel) -> list[nn.Module]:
     return [part for part in parts if part is not None]
 
 
-_ADAPTED = "base_layer"  # PEFT's name of what an adapter is around
+_ADAPTED = "base_layer"  # PEFT's name for the layer that an adapter wraps
 
 
 def tower_shape(model: nn.Module) -> TowerShape | None:

@@ -136,12 +136,14 @@ class FlexSeqMixin(ShardedCheckpoints):
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
         """Set up after the Trainer's own constructor. Collective over the world."""
         options = flexseq_args or arguments_on(self.args)
+        in_front = None
         if options.pipeline_parallel_size > 1:
-            former = type(self)
-            self.__class__ = type(former.__name__, (object_of(PIPELINE.mixin), former), {})
+            in_front = object_of(PIPELINE.mixin)
         elif replaces_step(type(self), FlexSeqMixin):
+            in_front = _StepInside
+        if in_front is not None:
             former = type(self)
-            self.__class__ = type(former.__name__, (_StepInside, former), {})
+            self.__class__ = type(former.__name__, (in_front, former), {})
         together(*self._flexseq_checks(options))
         leave_others_uncompiled(self)
         base = base_model(self.model)
