@@ -31,7 +31,7 @@ def images_in(tensors: Tensors, is_placeholder: torch.Tensor) -> list[tuple[Tens
     if len(parts) == len(runs):
         return list(zip(parts, runs, strict=True))
     total = sum(weights)
-    if any(tokens * weight % total for weight in weights):
+    if not weights or any(tokens * weight % total for weight in weights):
         return [(tensors, tokens)]
     counts = [tokens * weight // total for weight in weights]
     return list(zip(parts, counts, strict=True))
@@ -48,7 +48,8 @@ def _runs(is_placeholder: torch.Tensor) -> list[int]:
 
 def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
     """Return the tensors of each image, and numbers that the counts of their tokens are
-    proportional to; all in one where it is not known how to divide them."""
+    proportional to, none where these are unknown; all in one where it is not known how to divide
+    them."""
     whole = [dict(tensors)]
     grid = grid_of(tensors)
     if grid is not None:
@@ -59,12 +60,12 @@ def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int]
             return whole, [1]
         weights = [1] * counts.pop()
     parts: list[dict[str, torch.Tensor]] = [{} for _ in weights]
+    are_alike = True
     for name, value in tensors.items():
         if value.shape[0] == len(weights):
             # sizes, masks and the like: such images have different numbers of tokens
             is_size = not name.startswith("pixel_values") and value is not grid
-            if is_size and (value != value[:1]).any():
-                return whole, [1]
+            are_alike &= not is_size or bool((value == value[:1]).all())
             pieces = value.split(1)
         elif grid is not None and value.shape[0] == sum(weights):
             pieces = value.split(weights)
@@ -72,7 +73,7 @@ def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int]
             return whole, [1]
         for part, piece in zip(parts, pieces, strict=True):
             part[name] = piece
-    return parts, weights
+    return parts, weights if are_alike else []
 
 
 def values_of_video(video: Tensors) -> tuple[tuple[str, int], ...] | None:

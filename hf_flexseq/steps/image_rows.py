@@ -75,22 +75,18 @@ def parts_of_rows(
     parts, weights = parts_of(tensors)
     rows: list[list[dict[str, torch.Tensor]]] = [[] for _ in tokens]
     with_images = [row for row, count in enumerate(tokens) if count]
-    if len(parts) == 1:
-        counts = {len(value) for value in tensors.values()}
-        if counts == {len(with_images)}:
-            # As many images as rows that have any: one each, whatever their numbers of tokens are.
-            parts = _pieces(tensors, len(with_images))
-        if len(parts) == len(with_images):
-            for row, part in zip(with_images, parts, strict=True):
-                rows[row] = [part]
-            return [_joined(of_row) for of_row in rows]
-    total, left = sum(weights), list(tokens)
+    if len(parts) == len(with_images) and (len(parts) == 1 or not weights):
+        # As many images as rows that have any: one each, whatever their numbers of tokens are.
+        for row, part in zip(with_images, parts, strict=True):
+            rows[row] = [part]
+        return [_joined(of_row) for of_row in rows]
+    total, left = max(sum(weights), 1), list(tokens)
     row = 0
-    for part, weight in zip(parts, weights, strict=True):
+    for part, weight in zip(parts, weights or [0] * len(parts), strict=True):
         while row < len(left) and not left[row]:
             row += 1
         count, rest = divmod(sum(tokens) * weight, total)
-        if len(parts) == 1 or rest or row == len(left) or count > left[row]:
+        if len(parts) == 1 or not weight or rest or row == len(left) or count > left[row]:
             names = ", ".join(tensors)
             raise ValueError(
                 f"the rows of a batch have {list(tokens)} tokens of images, which do not tell "
@@ -100,12 +96,6 @@ def parts_of_rows(
         rows[row].append(part)
         left[row] -= count
     return [_joined(of_row) for of_row in rows]
-
-
-def _pieces(tensors: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors of each image, whose first dimension counts images."""
-    split = {name: value.split(1) for name, value in tensors.items()}
-    return [{name: pieces[index] for name, pieces in split.items()} for index in range(count)]
 
 
 def _joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
