@@ -6,7 +6,14 @@ Rejected: a generator (`contextlib.contextmanager`), which would take the patch 
 is forgotten.
 """
 
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
+
+_numbers = count()
+_entered: "WeakValueDictionary[int, Patch]" = WeakValueDictionary()  # in their order
 
 
 class Patch:
@@ -22,8 +29,11 @@ class Patch:
         self._former = {name: own[name] for name in self._values if name in own}
         for name, value in self._values.items():
             setattr(self._owner, name, value)
+        self._number = next(_numbers)
+        _entered[self._number] = self
 
     def __exit__(self, *error: object) -> None:
+        _entered.pop(self._number, None)
         for name, value in self._values.items():
             own = vars(self._owner)
             if name not in own or own[name] is not value:
@@ -32,3 +42,22 @@ class Patch:
                 setattr(self._owner, name, self._former[name])
             else:
                 delattr(self._owner, name)
+
+    def is_in_place(self, owners: Collection[int]) -> bool:
+        """Tell if all attributes are those of the patch. owners: of which objects, by identity."""
+        if id(self._owner) not in owners:
+            return False
+        own = vars(self._owner)
+        return all(name in own and own[name] is value for name, value in self._values.items())
+
+
+@contextmanager
+def unpatched(owners: Iterable[Any]) -> Iterator[None]:
+    """Give objects their own attributes back inside a block."""
+    numbers = {id(owner) for owner in owners}
+    in_place = [patch for patch in list(_entered.values()) if patch.is_in_place(numbers)]
+    with ExitStack() as again:
+        for patch in reversed(in_place):
+            patch.__exit__()
+            again.callback(patch.__enter__)
+        yield

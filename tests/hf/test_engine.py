@@ -1,16 +1,21 @@
 """What the engine promises whatever executes its steps: it draws only for an attached model, when
 it is detached the accelerator is as it was, and what one machine lacks is refused on all ranks."""
 
+import copy
+
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from peft import LoraConfig, get_peft_model
 
 from hf_flexseq import FlexSeqEngine
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf.engine import cost_source as source
 from hf_flexseq.hf.engine import model_planning
 from hf_flexseq.hf.model.attention import NAME
+from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
+from tests.hf.hybrids import make_hybrid
 from tests.hf.tiny import (
     batches,
     documents,
@@ -24,6 +29,7 @@ from tests.hf.tiny import (
 from tests.ranks import join, run_cases, run_threads
 
 KINDS = ("whole", "stages")
+EXAMPLES = documents([5, 9, 17, 3])
 
 
 def engine_of(kind, model, accelerator=None):
@@ -184,6 +190,51 @@ def test_an_engine_runs_the_stages_of_the_model_that_it_was_made_for():
     ((first, last),) = run_cases(steps_of_stages, 2, [()])
     assert first == [0.0] * 3
     assert all(loss > 0 for loss in last)
+
+
+def llama_with_lora():
+    model = tiny_llama()
+    model.model.layers[0].mlp.register_forward_hook(doubled)
+    model.gradient_checkpointing_enable()
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], r=2))
+
+
+def doubled(module, args, output):
+    return 2 * output
+
+
+def copies_in_training(model):
+    """Copies of the model without adapters, and of the whole, made between steps."""
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+    with engine.attached(model):
+        for step in engine.steps(own_batches(EXAMPLES, 0, 1), 2):
+            step.backward(model)
+        return copy.deepcopy(base_model(model)), copy.deepcopy(model)
+
+
+def names_of(hooks):
+    return [hook.__qualname__ for hook in hooks.values()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [llama_with_lora, lambda: make_hybrid("Qwen3Next", output_router_logits=True)],
+    ids=["LoRA", "recurrent, router"],
+)
+def test_a_copy_of_an_attached_model_is_an_ordinary_one(make):
+    """A callback that averages weights makes one."""
+    plain, model = make(), make()
+    model.load_state_dict(plain.state_dict())
+    for like, made in zip((base_model(plain), plain), copies_in_training(model), strict=True):
+        assert base_model(made).config._attn_implementation == "sdpa"
+        wanted_loss, wanted = reference_gradients(like, EXAMPLES)
+        loss, gradients = reference_gradients(made, EXAMPLES)
+        assert loss == wanted_loss
+        assert max(relative_errors(gradients, wanted).values()) == 0.0
+        for own, copied in zip(like.modules(), made.modules(), strict=True):
+            assert vars(copied).keys() == vars(own).keys()
+            assert names_of(copied._forward_pre_hooks) == names_of(own._forward_pre_hooks)
+            assert names_of(copied._forward_hooks) == names_of(own._forward_hooks)
 
 
 def test_a_step_after_an_interrupted_generation_has_our_attention_again():

@@ -24,6 +24,7 @@ A call without `seq_ctx` is outside of planned steps, for example when a callbac
 sample. Such a call uses the model's own attention and loss (`AttentionByCall`).
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_flexseq.base.patches import Patch
+from hf_flexseq.base.patches import Patch, unpatched
 from hf_flexseq.hf.model.adapters import attach_prompt, term_of_step, virtual_tokens_of
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.call_count import counted_calls
@@ -235,6 +236,8 @@ class AttachedModel:
             if hasattr(model.base_model, "trainable_adapter_name"):  # of AdaLoRA
                 attached.enter_context(term_of_step(model))
             attached.enter_context(refuse_noise(base))
+            for entry in {model, base}:
+                attached.enter_context(Patch(entry, __deepcopy__=partial(self._copy, entry)))
             self._attached = attached.pop_all()  # what `detach` undoes, as does an error before
 
     def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:
@@ -255,6 +258,19 @@ class AttachedModel:
         """Restore the model's attention and loss, and accelerate's DDP handler."""
         self._attached.close()
 
+    def _copy(self, entry: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """Return a deep copy of the model as it is without attachments: for a callback that
+        averages weights, which calls its copy as any model."""
+        modules = list(entry.modules())
+        with self.attention.own(), unpatched(modules), ExitStack() as without:
+            for module in modules:
+                for name in ("_forward_hooks", "_forward_pre_hooks"):
+                    hooks: dict[int, Any] = getattr(module, name)
+                    theirs = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+                    if len(theirs) < len(hooks):
+                        without.enter_context(Patch(module, **{name: type(hooks)(theirs)}))
+            return copy.deepcopy(entry, memo)
+
     def _begin_planned(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -270,6 +286,12 @@ class AttachedModel:
     def need_columns(self, names: Iterable[str]) -> None:
         """Dispatch more columns, without duplicates, with every token from now on."""
         self.token_columns = tuple(dict.fromkeys((*self.token_columns, *names)))
+
+
+def _is_ours(hook: Any) -> bool:
+    """Tell if a hook is a function of this package."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith(f"{__package__.partition('.')[0]}.")
 
 
 # ---- DDP
