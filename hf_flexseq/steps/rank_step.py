@@ -27,7 +27,6 @@ class RankStep(Generic[PlanT]):
         self.waited_s = planned.waited_s
         self.stopwatch = Stopwatch(device)
         self.loss: torch.Tensor | None = None  # of this rank, a scalar, as far as it has run
-        self.has_run = False  # forward and backward
         self.passes = 0  # over the micro-batches so far
         self.remark: Any = None  # a JSON value that goes to all ranks when the step is over
         self.remarks: list[Any] = []  # then those of all ranks

@@ -2,6 +2,7 @@
 world size, loader. A hand-written loop evaluates without a trace, and says so where it meant
 to."""
 
+import copy
 import json
 
 import pytest
@@ -138,7 +139,7 @@ def test_a_step_that_is_left_without_its_backward_is_named(tmp_path):
     model = tiny_llama()
     trace = tmp_path / "plans.jsonl"
     engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(plan_trace=str(trace)))
-    left = r"step 1 was left without step\.backward\(model\): to evaluate, draw from engine\.eval"
+    left = r"step 1 has not run: call step\.backward\(model\) in training, and draw from engine\."
     with engine.attached(model):
         steps = engine.steps(loader())
         next(steps).backward(model)
@@ -155,3 +156,30 @@ def test_a_step_that_is_left_without_its_backward_is_named(tmp_path):
     lines = traced(trace)
     assert [line["step"] for line in lines] == [0, 2]
     assert all(sum(line["measured_s"]) > 0 for line in lines)
+
+
+def test_what_a_loop_does_by_mistake_is_named():
+    model = tiny_llama()
+    accelerator = Accelerator(cpu=True)
+    engine = FlexSeqEngine(accelerator, tiny_arguments())
+    with pytest.raises(TypeError, match="takes FlexSeqArguments, got dict"):
+        FlexSeqEngine(accelerator, {})
+    with engine.attached(model):
+        step = next(engine.steps(loader()))
+        with pytest.raises(RuntimeError, match="step 0 has not run"):
+            step.mean_loss()
+        with pytest.raises(ValueError, match="a LlamaForCausalLM that is not the model of"):
+            step.backward(tiny_llama())
+        step.backward(torch.compile(model, backend="eager"))
+        with pytest.raises(RuntimeError, match="step 0 has run: draw another one"):
+            step.backward(model)
+        evaluation = engine.evaluation(loader())
+        with pytest.raises(ValueError, match="attach it to an engine of its own"):
+            next(iter(evaluation)).forward(copy.deepcopy(model))
+        with pytest.raises(RuntimeError, match=r"has not run.* with step\.forward\(model\)"):
+            list(evaluation)
+        with pytest.raises(ValueError, match="accumulation=0: a step has at least 1 batch"):
+            next(engine.steps(loader(), 0))
+        accelerator.gradient_accumulation_steps = 4  # which would divide gradients
+        with pytest.raises(ValueError, match="gradient_accumulation_steps=4 of the Accelerator"):
+            next(engine.steps(loader()))

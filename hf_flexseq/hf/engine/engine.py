@@ -87,8 +87,10 @@ class FlexSeqEngine:
             uses_trl: True for a trainer of TRL's, whose version has to be a tested one.
 
         Raises ValueError or NotImplementedError for an accelerator, a cost model, a degree or a
-        plan trace that cannot work.
+        plan trace that cannot work, TypeError for options of another class.
         """
+        if not isinstance(args, FlexSeqArguments):
+            raise TypeError(f"an engine takes FlexSeqArguments, got {type(args).__name__}")
         self._check_stages(args)
         check_accelerator(accelerator, args)
         if accelerator.is_main_process:
@@ -376,10 +378,17 @@ class FlexSeqEngine:
             first_number: Steps of earlier runs, for a loop that resumes; ignored after the first
                 step since the model was attached.
 
+        A loop that ends by `break` has drawn `lookahead` steps more: a later pass over the same
+        loader may see another order than without hf_flexseq, unless `set_epoch` decides it.
+
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
-        no step follows it; RuntimeError when the loop continues without a step's backward.
+        no step follows it; RuntimeError when the loop continues without a step's backward;
+        ValueError for `accumulation` below 1, and for an accelerator that `attach` would refuse.
         """
         self._check_attached()
+        if accumulation < 1:
+            raise ValueError(f"accumulation={accumulation}: a step has at least 1 batch per rank")
+        check_accelerator(self.accelerator, self.args)  # whose settings a loop may have changed
         whole_model = self.whole_model
         self._trial.look(whole_model)
         self.reason_of_loss = self._trial.reason_not_shared
@@ -517,7 +526,6 @@ class FlexSeqEngine:
         """End a training step: look for NaN and infinity, and dispatch the next step while the
         device still works on this one."""
         self.running = None
-        step.has_run = True
         self._finished.look_at(step, model)
         if self._training is not None and not is_last:
             self._training.prefetch()

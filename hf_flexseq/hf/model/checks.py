@@ -188,7 +188,8 @@ def unsuitable_hooks(model: nn.Module) -> str | None:
         return None
     return (
         f"{listed(hooks)} changes gradients of each micro-batch, before those of the step are "
-        "complete; remove the hook, and use the callback event on_pre_optimizer_step"
+        "complete; remove the hook, and change gradients in the callback event "
+        "on_pre_optimizer_step, or behind step.backward(model) in a loop of your own"
     )
 
 

@@ -316,7 +316,7 @@ def _named_code(kinds: set[type[Any]]) -> Iterator[tuple[str, str, Any]]:
     files = {base.__module__ for base in bases if package(base) == "transformers"}
     for file in sorted({*files, masking_utils.__name__}):
         for name, value in vars(sys.modules[file]).items():
-            if callable(value):
+            if callable(value) and not name.startswith("__"):  # where torch.compile puts its own
                 yield file, name, value
             if isinstance(value, type) and value.__module__ == file:
                 for attribute, own in vars(value).items():
