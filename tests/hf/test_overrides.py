@@ -193,6 +193,43 @@ def test_a_step_that_does_not_call_the_mixins_runs_inside_of_a_planned_one(tmp_p
     assert distance(weights_of(stock.model), weights_of(trainer.model)) < 1e-8
 
 
+class AdversarialStep:
+    """Perturbs the embedding by its gradient, and adds the gradient of this other loss."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        embedding = model.get_input_embeddings().weight
+        if embedding.grad is not None:
+            embedding.data.add_(0.01 * embedding.grad.sign())
+        super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+
+class AdversarialStepByHand:
+    """As `AdversarialStep`, without the step behind."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        inputs = self._prepare_inputs(inputs)
+        embedding = model.get_input_embeddings().weight
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        embedding.data.add_(0.01 * embedding.grad.sign())
+        return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (AdversarialStep, "AdversarialStep.training_step runs a batch again, after perturbing"),
+        (AdversarialStepByHand, "AdversarialStepByHand.training_step uses gradients before"),
+    ],
+)
+def test_a_step_that_needs_the_gradients_of_one_batch_is_refused(tmp_path, methods, message):
+    trainer = make(type("Mine", (methods, FlexSeqTrainer), {}), tmp_path)
+    with refused(message):
+        trainer.train()
+
+
 def test_a_step_on_one_trainer_is_refused_also_after_it_was_made(tmp_path):
     trainer = make(FlexSeqTrainer, tmp_path)
     trainer.training_step = partial(OwnTrainingStep.training_step, trainer)

@@ -67,7 +67,7 @@ class LabelGuard:
 
 @contextmanager
 def no_gradients_yet(trainer: Trainer, model: nn.Module) -> Iterator[None]:
-    """Refuse changes of gradients by a user's `training_step` inside the block, before all
+    """Refuse all use of gradients by a user's `training_step` inside the block, before all
     backwards of a step."""
     methods = users_methods(trainer, ("training_step",))
     if not methods:
@@ -75,22 +75,41 @@ def no_gradients_yet(trainer: Trainer, model: nn.Module) -> Iterator[None]:
         return
     empty = [p for p in model.parameters() if p.requires_grad and p.grad is None]
     for parameter in empty:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter).as_subclass(_NoGradientYet)
     before = _versions(model)
     try:
         yield
         if before != _versions(model):
-            raise changed_gradients(methods)
+            raise used_gradients(methods)
+    except _UsedTooEarly as error:
+        raise used_gradients(methods) from error
     finally:
         for parameter in empty:
             parameter.grad = None
 
 
-def changed_gradients(methods: list[str]) -> NotImplementedError:
-    """Return the refusal of gradients that some methods have changed."""
+class _UsedTooEarly(NotImplementedError):
+    """A gradient was used before it was known."""
+
+
+class _NoGradientYet(torch.Tensor):
+    """A gradient that is not known yet: all but its form raises _UsedTooEarly."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(getattr(function, "__self__", None), "__name__", "")  # of an attribute
+        if name not in ("_version", "shape", "dtype", "device"):
+            raise _UsedTooEarly("the gradients of this step are not known yet")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def used_gradients(methods: list[str]) -> NotImplementedError:
+    """Return the refusal of gradients that some methods have read or changed."""
     return NotImplementedError(
-        f"{listed(methods)} changes gradients before those of the step are complete: change them "
-        "in the callback event on_pre_optimizer_step"
+        f"{listed(methods)} uses gradients before those of the step are complete: read and change "
+        "them in the callback event on_pre_optimizer_step"
     )
 
 
@@ -111,13 +130,28 @@ def replaces_step(trainer: type, mixin: type) -> bool:
 
 
 class StepInFront:
-    """Watches a user's `training_step` before the mixin: gradients come with the last batch."""
+    """Watches a user's `training_step` before the mixin: gradients come with the last batch, and
+    every batch runs once."""
 
     def __init__(self, trainer: Trainer, mixin: type) -> None:
         """mixin: the class before which a `training_step` may come."""
         self._is_watched = bool(_steps_before(type(trainer), mixin))
         self._methods = users_methods(trainer, ("training_step",))
         self._after_step: list[Any] | None = None
+        self._batches = 0  # of the step, which have not run
+
+    def expect(self, batches: int) -> None:
+        """Begin a step of so many batches."""
+        self._batches = batches
+
+    def count(self) -> None:
+        """Count a batch that runs. Raises NotImplementedError for one more than the step has."""
+        self._batches -= 1
+        if self._batches < 0:
+            raise NotImplementedError(
+                f"{listed(self._methods) or 'training_step'} runs a batch again, after "
+                "perturbing weights, say: a step's batches are planned together and run once"
+            )
 
     def note(self, model: nn.Module, accumulation: int) -> None:
         """Note the gradients of a step; one batch alone is as under the plain Trainer."""
@@ -128,7 +162,7 @@ class StepInFront:
         """Raise NotImplementedError if gradients have changed since then."""
         noted, self._after_step = self._after_step, None
         if noted is not None and noted != _versions(model):
-            raise changed_gradients(self._methods)
+            raise used_gradients(self._methods)
 
 
 def _equals(given: torch.Tensor | None, targets: torch.Tensor) -> bool:

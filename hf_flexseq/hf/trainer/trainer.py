@@ -296,7 +296,9 @@ class FlexSeqMixin(ShardedCheckpoints):
         a scalar; no item without data. A loss on whole samples gets the batches themselves. Raises
         ValueError if accumulation has changed since training began."""
         epoch = self._flexseq_data.batches(epoch_iterator)
-        return self._flexseq_loss.next_batches(epoch, num_batches, device)
+        batches, items = self._flexseq_loss.next_batches(epoch, num_batches, device)
+        self._flexseq_in_front.expect(len(batches))
+        return batches, items
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -314,6 +316,7 @@ class FlexSeqMixin(ShardedCheckpoints):
                 "compute_loss(model, batch) for a batch of your own"
             )
         self._flexseq_data.check_accumulation()
+        self._flexseq_in_front.count()
         with self._flexseq_memory.noted():
             loss = self._flexseq_loss.run_step(model, inputs, items, run)
         self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
