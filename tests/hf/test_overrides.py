@@ -18,7 +18,7 @@ from tests.hf.drawn_settings.methods import OwnTrainingStep
 from tests.hf.plain import dataset, padded
 from tests.hf.test_own_losses import Focal
 from tests.hf.tiny import refused, tiny_llama, tiny_model
-from tests.hf.trainers import distance, trainer_of, weights_of
+from tests.hf.trainers import distance, trained, trainer_of, weights_apart, weights_of
 from tests.programs import ROOT
 
 # Methods that answer a question: how often they are asked changes nothing.
@@ -245,6 +245,32 @@ def test_outside_of_training_batches_are_padded_and_a_step_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"trainer\.train\(\) has planned: call compute_loss"):
         trainer.training_step(trainer.model, found)
     assert float(trainer.compute_loss(trainer.model, found)) > 0
+
+
+def masking(collator):
+    """Another collator, which leaves out even labels."""
+
+    def collate(examples):
+        batch = dict(collator(examples))
+        odd = batch["labels"] % 2 == 1
+        return {**batch, "labels": torch.where(odd, batch["labels"], -100)}
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    "collator_of",
+    [lambda trainer: masking(padded), lambda trainer: masking(trainer.data_collator)],
+    ids=["another one", "around the trainer's"],
+)
+def test_a_collator_that_a_script_sets_on_the_trainer_is_used(tmp_path, collator_of):
+    runs = []
+    for how in ("stock", "mixin"):
+        trainer = make(Trainer, tmp_path / how, how=how)
+        trainer.data_collator = collator_of(trainer)
+        runs.append(trained(trainer))
+    assert "flexseq/micro_batches" in trainer.state.log_history[0]
+    assert weights_apart(*runs) < 1e-6
 
 
 def test_a_function_put_on_the_class_of_a_library_is_noticed(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, SupportsIndex
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
@@ -237,7 +237,9 @@ class AttachedModel:
                 attached.enter_context(term_of_step(model))
             attached.enter_context(refuse_noise(base))
             for entry in {model, base}:
-                attached.enter_context(Patch(entry, __deepcopy__=partial(self._copy, entry)))
+                copied = partial(self._copy, entry)
+                reduced = partial(self._reduce, entry)
+                attached.enter_context(Patch(entry, __deepcopy__=copied, __reduce_ex__=reduced))
             self._attached = attached.pop_all()  # what `detach` undoes, as does an error before
 
     def rows_of(self, calls: Sequence[ModelCall]) -> Iterator[dict[str, Any]]:
@@ -267,9 +269,13 @@ class AttachedModel:
                 for name in ("_forward_hooks", "_forward_pre_hooks"):
                     hooks: dict[int, Any] = getattr(module, name)
                     theirs = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
-                    if len(theirs) < len(hooks):
+                    if len(theirs) < len(hooks) and id(hooks) not in memo:
                         without.enter_context(Patch(module, **{name: type(hooks)(theirs)}))
             return copy.deepcopy(entry, memo)
+
+    def _reduce(self, entry: nn.Module, protocol: SupportsIndex) -> Any:
+        """Return what pickle keeps of the model: a copy's."""
+        return copy.deepcopy(entry).__reduce_ex__(protocol)
 
     def _begin_planned(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

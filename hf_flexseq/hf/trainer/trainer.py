@@ -69,7 +69,12 @@ from hf_flexseq.hf.trainer.checks import check_loss_of_model, check_trainer
 from hf_flexseq.hf.trainer.overrides import check_overrides
 from hf_flexseq.hf.trainer.step_memory import StepMemory
 from hf_flexseq.hf.trainer.trainer_log import TrainerLog
-from hf_flexseq.hf.trainer.training_data import TrainingData, flexseq_collator, padded_collator
+from hf_flexseq.hf.trainer.training_data import (
+    TrainingData,
+    flexseq_collator,
+    holds,
+    padded_collator,
+)
 from hf_flexseq.hf.trainer.whole_checkpoints import (
     Factors,
     Resumed,
@@ -151,6 +156,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         if not is_classifier(base):
             self.model_accepts_loss_kwargs = True
         gather_experts_at_once(self.model, self.accelerator)
+        self._flexseq_collator: Any = None
         self._choose_collators()
         self._flexseq_log = TrainerLog(self, options.cost_model)
         self._flexseq_log.say_remarks()
@@ -191,12 +197,15 @@ class FlexSeqMixin(ShardedCheckpoints):
 
     def _choose_collators(self) -> None:
         """Wrap the user's collator to plan batches; keep one that makes the plain Trainer's."""
-        self._flexseq_padded = self.data_collator
-        if is_objective(self):
-            return  # TRL's own collators, of pairs and prompts
-        collator = flexseq_collator(self.data_collator)
-        self._flexseq_padded = padded_collator(self.data_collator, collator)
-        self.data_collator = self._flexseq_padded if has_own_loss(self) else collator
+        given, ours = self.data_collator, self._flexseq_collator
+        if given is ours or holds(given, ours):  # else it is new, or was set since
+            return
+        self._flexseq_padded = given
+        if not is_objective(self):  # TRL's own collators, of pairs and prompts
+            collator = flexseq_collator(given)
+            self._flexseq_padded = padded_collator(given, collator)
+            self.data_collator = self._flexseq_padded if has_own_loss(self) else collator
+        self._flexseq_collator = self.data_collator
 
     def _make_engine(self, options: FlexSeqArguments, **common: Any) -> FlexSeqEngine:
         """Return the engine. common: its other arguments, see `FlexSeqEngine`."""
@@ -252,6 +261,7 @@ class FlexSeqMixin(ShardedCheckpoints):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         resumed = self._flexseq_resumed
+        self._choose_collators()
         with ErrorCapture() as checking:
             check_examples(self, self.flexseq.args, resumes=resumed is not None)
         cpu_group = self.flexseq.communicator.cpu_group
@@ -460,6 +470,7 @@ class FlexSeqMixin(ShardedCheckpoints):
 
     def _padding(self, pads: bool) -> Patch:
         """Give loaders made inside a block the collator of padded batches, if `pads`."""
+        self._choose_collators()
         return Patch(self, data_collator=self._flexseq_padded if pads else self.data_collator)
 
     def prediction_step(
