@@ -188,6 +188,8 @@ def test_mistakes_alone_are_a_value_error(tmp_path):
     with pytest.raises(ValueError, match="(?s)n_gpu=2.*ddp_timeout=-1"):
         FlexSeqCallback(trainer)
     assert type(trainer) is Trainer
+    with pytest.raises(TypeError, match=r"got FlexSeqArguments, not a trainer: make the trainer"):
+        FlexSeqCallback(FlexSeqArguments())
 
 
 def test_metrics_that_sft_would_give_logits(tmp_path):

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from hf_flexseq.base.refusals import REFUSED
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
 
@@ -19,7 +18,13 @@ class FlexSeqCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, args: FlexSeqArguments | None = None) -> None:
-        """Raises as `FlexSeqTrainer` does, and then leaves the trainer unchanged."""
+        """Raises as `FlexSeqTrainer` does, and then leaves the trainer unchanged; TypeError for
+        anything but a trainer."""
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"FlexSeqCallback got {type(trainer).__name__}, not a trainer: make the trainer, "
+                "then trainer.add_callback(FlexSeqCallback(trainer))"
+            )
         if isinstance(trainer, FlexSeqMixin):
             raise ValueError(
                 f"{type(trainer).__name__} plans its steps already; leave the callback out"
@@ -30,7 +35,7 @@ class FlexSeqCallback(TrainerCallback):
         trainer.__class__ = type(f"FlexSeq{former.__name__}", (FlexSeqMixin, former), {})
         try:
             trainer._setup_flexseq(args or _arguments_or_defaults(trainer.args))
-        except REFUSED:
+        except BaseException:
             trainer.__class__ = former
             raise
 
