@@ -82,7 +82,7 @@ def assert_none_differs(seeds, least_equal, sharding):
 TOKENS = "(computes a loss from|a loss gets) (tokens or )?labels that its batch does not have"
 LOGITS = r"asks for outputs\.logits.*flexseq_figures"
 IGNORED = "get_batch_samples would be ignored"
-GRADIENTS = r"\.training_step changes gradients .* on_pre_optimizer_step"
+GRADIENTS = r"\.training_step uses gradients .* on_pre_optimizer_step"
 HOOKS = "on model.embed_tokens.weight.*changes gradients of each micro-batch"
 TOGETHER = "tokens of one sequence change the loss of another"
 WHOLE = "does not gather whole logits"
