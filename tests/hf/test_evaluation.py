@@ -183,3 +183,26 @@ def test_what_a_loop_does_by_mistake_is_named():
         accelerator.gradient_accumulation_steps = 4  # which would divide gradients
         with pytest.raises(ValueError, match="gradient_accumulation_steps=4 of the Accelerator"):
             next(engine.steps(loader()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_two_loops_in_turns_lose_no_step(lookahead):
+    model = tiny_llama()
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments(lookahead=lookahead))
+    numbers = []
+    with engine.attached(model):
+        together = zip(engine.steps(loader()), engine.steps(loader()), strict=True)
+        if lookahead:
+            first, second = next(together)
+            first.backward(model)
+            second.backward(model)
+            with pytest.raises(RuntimeError, match="give each of them an engine of its own"):
+                next(together)
+        else:
+            for steps in together:
+                for step in steps:
+                    step.backward(model)
+                    numbers.append(step.step.number)
+            assert numbers == list(range(len(numbers)))
+            assert len(numbers) == 2 * len(loader())

@@ -135,6 +135,7 @@ class FlexSeqEngine:
         """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
         or None; asked before the first step."""
         self._notes = DrawnNotes(communicator.rank)
+        self._pass: Iterator[Any] | None = None  # the newest one of `steps`
         self.running: Step | None = None
         """The training step that runs, or has failed."""
         self._loader_settings = ExitStack()  # what `detach` undoes of accelerate's
@@ -382,7 +383,8 @@ class FlexSeqEngine:
         loader may see another order than without hf_flexseq, unless `set_epoch` decides it.
 
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
-        no step follows it; RuntimeError when the loop continues without a step's backward;
+        no step follows it; RuntimeError when the loop continues without a step's backward, or
+        after another loop of the engine has begun, unless `lookahead` is 0;
         ValueError for `accumulation` below 1, and for an accelerator that `attach` would refuse.
         """
         self._check_attached()
@@ -398,6 +400,7 @@ class FlexSeqEngine:
                 self.draw_in_place()
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
+            self._pass = iterator
             while (
                 step := self.next_step(iterator, accumulation, first_number=first_number)
             ) is not None:
@@ -405,7 +408,18 @@ class FlexSeqEngine:
                 yield item
                 item.check_has_run()
                 self.finish(step)
+                self._check_pass(iterator)
         self.check_finite()
+
+    def _check_pass(self, iterator: Iterator[Any]) -> None:
+        """Raise RuntimeError for a pass whose steps another one has left, where some were drawn
+        ahead."""
+        if self._pass is not iterator and self._training is not None and self._training.lookahead:
+            raise RuntimeError(
+                "a loop goes on after another one has begun to draw from the same engine, which "
+                "has left the steps that were drawn ahead: give each of them an engine of its "
+                "own, or set lookahead=0"
+            )
 
     def evaluation(self, dataloader: Iterable[Mapping[str, Any]]) -> Evaluation:
         """Return one pass over a prepared dataloader, collated by `DataCollatorForFlexSeq`,
