@@ -331,6 +331,8 @@ def vision_examples(name, counts, seed=0, videos=()):
             video = IMAGES[family.video](rng, generator)
             ids += [*_run_of(name, family.video, video, words), *words()]
             tensors = {**tensors, **video}
+            if name == "qwen2_5_vl":  # whose positions of videos are in seconds
+                tensors["second_per_grid_ts"] = torch.tensor([0.5 + index])
         ids += words()
         labels = [token if token < 50 else -100 for token in ids]
         if family.types is not None:
