@@ -72,6 +72,21 @@ def test_types_that_are_padded_on_another_side_are_refused():
         divided(call_with(mm_token_type_ids=types))
 
 
+def test_seconds_of_videos_go_with_their_rows():
+    grids = torch.tensor([[1, 2, 2], [2, 2, 2]])
+    videos = {"pixel_values_videos": torch.arange(12).unsqueeze(1), "video_grid_thw": grids}
+    ids = torch.tensor([[VIDEO, 4, 0], [5, 6, 0], [VIDEO, VIDEO, 7]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids, **videos}
+    call = ModelCall.read(
+        {**batch, "second_per_grid_ts": torch.tensor([0.5, 2.0])}, of_tokens=True
+    )
+    first, none, last = images_of_rows(call, {"video": VIDEO}, {"video": tuple(videos)})
+    assert none == {}
+    assert first["second_per_grid_ts"].tolist() == [0.5]
+    assert last["second_per_grid_ts"].tolist() == [2.0]
+    assert last["pixel_values_videos"].flatten().tolist() == list(range(4, 12))
+
+
 def test_tensors_that_are_not_of_one_image_each_are_refused_by_name():
     with refused("a batch has video_times, .* leave them out", ValueError):
         divided(call_with(video_times=torch.ones(2)))
