@@ -164,7 +164,7 @@ def _programs_of(
         tables=tables,
         tokens=tokens,
         zones=functools.cache(partial(_rank_zones, layout, tables, sharing)),
-        segments=functools.cache(partial(_rank_segments, layout, tables, sharing)),
+        segments=functools.cache(partial(_rank_segments, layout, tables)),
     )
     communicator = None if sharing is None else sharing.communicator
     return MicroBatchPrograms(parts, communicator, kernel, device)
@@ -184,32 +184,19 @@ def _rank_zones(
     return (shared,)
 
 
-def _rank_segments(layout: ChunkLayout, tables: Tables, sharing: Sharing | None) -> RankSegments:
-    """Return the segments of this rank's tokens: each slice of the chunk, or its parts of them, as
-    a sequence. sharing: None for a rank alone."""
-    goes_on = layout.cut > 0
-    assert sharing is None or not goes_on, "no state is carried between ranks that share a chunk"
-    group = Group(
-        ranks=(0,) if sharing is None else sharing.ranks,
-        sequences=layout.sequences or tuple(range(len(layout.lengths))),
-        strategy="local" if sharing is None else "ulysses",
-    )
-    index = 0 if sharing is None else sharing.index
-    start, stop = (0, layout.tokens) if sharing is None else sharing.part(layout.tokens)
+def _rank_segments(layout: ChunkLayout, tables: Tables) -> RankSegments:
+    """Return the segments of a rank that has whole chunks: each slice, as a sequence. Models with
+    recurrent layers, which read them, have one rank per stage."""
+    sequences = layout.sequences or tuple(range(len(layout.lengths)))
     zone = Zone(
-        group=group,
-        index=index,
+        group=Group(ranks=(0,), sequences=sequences, strategy="local"),
+        index=0,
         lengths=layout.lengths,
         slices=(),
         start=0,
-        stop=stop - start,
+        stop=layout.tokens,
     )
-    if start < stop:
-        return RankSegments((zone,), tables, goes_on=goes_on)
-    dummy = Group(ranks=group.ranks[index : index + 1], sequences=(0,), strategy="local")
-    return RankSegments(
-        (zone, Zone(group=dummy, index=0, lengths=(1,), slices=(), start=0, stop=1)), tables
-    )
+    return RankSegments((zone,), tables, goes_on=layout.cut > 0)
 
 
 def _zones(layout: ChunkLayout, tables: Tables, reach: Reach) -> list[ZoneAttention]:
