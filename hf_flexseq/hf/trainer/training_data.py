@@ -3,7 +3,7 @@ draw from it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -39,8 +39,10 @@ def padded_collator(given: Any, ours: DataCollatorForFlexSeq) -> Any:
 
 def holds(given: Any, collator: Any) -> bool:
     """Tell if a collator calls another one, None for none: by a variable or an attribute."""
-    cells = getattr(given, "__closure__", None) or ()
-    held = [*getattr(given, "__dict__", {}).values(), *(cell.cell_contents for cell in cells)]
+    held = [*getattr(given, "__dict__", {}).values()]
+    for cell in getattr(given, "__closure__", None) or ():
+        with suppress(ValueError):  # a variable without a value
+            held.append(cell.cell_contents)
     return collator is not None and any(one is collator for one in held)
 
 
