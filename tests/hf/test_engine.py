@@ -216,6 +216,7 @@ def names_of(hooks):
     return [hook.__qualname__ for hook in hooks.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [llama_with_lora, lambda: make_hybrid("Qwen3Next", output_router_logits=True)],

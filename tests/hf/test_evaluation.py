@@ -170,7 +170,8 @@ def test_what_a_loop_does_by_mistake_is_named():
             step.mean_loss()
         with pytest.raises(ValueError, match="a LlamaForCausalLM that is not the model of"):
             step.backward(tiny_llama())
-        step.backward(torch.compile(model, backend="eager"))
+        with torch.compiler.set_stance("force_eager"):
+            step.backward(torch.compile(model))
         with pytest.raises(RuntimeError, match="step 0 has run: draw another one"):
             step.backward(model)
         evaluation = engine.evaluation(loader())
