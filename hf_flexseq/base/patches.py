@@ -44,7 +44,7 @@ class Patch:
                 delattr(self._owner, name)
 
     def is_in_place(self, owners: Collection[int]) -> bool:
-        """Tell if all attributes are those of the patch. owners: of which objects, by identity."""
+        """Tell if the patch is of an owner and still in place. owners: ids of objects."""
         if id(self._owner) not in owners:
             return False
         own = vars(self._owner)

@@ -30,8 +30,10 @@ def images_in(tensors: Tensors, is_placeholder: torch.Tensor) -> list[tuple[Tens
     runs = _runs(is_placeholder)
     if len(parts) == len(runs):
         return list(zip(parts, runs, strict=True))
+    if weights is None:
+        return [(tensors, tokens)]
     total = sum(weights)
-    if not weights or any(tokens * weight % total for weight in weights):
+    if any(tokens * weight % total for weight in weights):
         return [(tensors, tokens)]
     counts = [tokens * weight // total for weight in weights]
     return list(zip(parts, counts, strict=True))
@@ -46,9 +48,9 @@ def _runs(is_placeholder: torch.Tensor) -> list[int]:
     return lengths
 
 
-def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int] | None]:
     """Return the tensors of each image, and numbers that the counts of their tokens are
-    proportional to, none where these are unknown; all in one where it is not known how to divide
+    proportional to, None where these are unknown; all in one where it is not known how to divide
     them."""
     whole = [dict(tensors)]
     grid = grid_of(tensors)
@@ -73,7 +75,7 @@ def parts_of(tensors: Tensors) -> tuple[list[dict[str, torch.Tensor]], list[int]
             return whole, [1]
         for part, piece in zip(parts, pieces, strict=True):
             part[name] = piece
-    return parts, weights if are_alike else []
+    return parts, weights if are_alike else None
 
 
 def values_of_video(video: Tensors) -> tuple[tuple[str, int], ...] | None:

@@ -75,27 +75,32 @@ def parts_of_rows(
     parts, weights = parts_of(tensors)
     rows: list[list[dict[str, torch.Tensor]]] = [[] for _ in tokens]
     with_images = [row for row, count in enumerate(tokens) if count]
-    if len(parts) == len(with_images) and (len(parts) == 1 or not weights):
+    if len(parts) == len(with_images) and (len(parts) == 1 or weights is None):
         # As many images as rows that have any: one each, whatever their numbers of tokens are.
         for row, part in zip(with_images, parts, strict=True):
             rows[row] = [part]
         return [_joined(of_row) for of_row in rows]
-    total, left = max(sum(weights), 1), list(tokens)
+    if len(parts) == 1 or weights is None:
+        raise _unknown_rows(tensors, tokens)
+    total, left = sum(weights), list(tokens)
     row = 0
-    for part, weight in zip(parts, weights or [0] * len(parts), strict=True):
+    for part, weight in zip(parts, weights, strict=True):
         while row < len(left) and not left[row]:
             row += 1
         count, rest = divmod(sum(tokens) * weight, total)
-        if len(parts) == 1 or not weight or rest or row == len(left) or count > left[row]:
-            names = ", ".join(tensors)
-            raise ValueError(
-                f"the rows of a batch have {list(tokens)} tokens of images, which do not tell "
-                f"which of its {names} belong to which row: give batches of one row, or a "
-                "processor whose images have as many tokens as they have patches"
-            )
+        if rest or row == len(left) or count > left[row]:
+            raise _unknown_rows(tensors, tokens)
         rows[row].append(part)
         left[row] -= count
     return [_joined(of_row) for of_row in rows]
+
+
+def _unknown_rows(tensors: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"the rows of a batch have {list(tokens)} tokens of images, which do not tell which of "
+        f"its {', '.join(tensors)} belong to which row: give batches of one row, or a processor "
+        "whose images have as many tokens as they have patches"
+    )
 
 
 def _joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -130,7 +130,7 @@ class PrefetchedSteps:
         """
         self.communicator = communicator
         self._planner = planner
-        self.lookahead = lookahead
+        self._lookahead = lookahead
         self._dispatch = dispatch
         self._check = check
         self._read = read
@@ -167,13 +167,17 @@ class PrefetchedSteps:
 
     def count_from(self, number: int) -> None:
         """Let the next step that is drawn have this number, where none is drawn ahead."""
-        assert not self.lookahead, "steps that were drawn have their numbers"
+        assert not self._lookahead, "steps that were drawn have their numbers"
         self._next_number = number
+
+    def has_left(self, iterator: Batches) -> bool:
+        """Tell if steps drawn ahead from an iterator are lost, since another one has come."""
+        return self._lookahead > 0 and iterator is not self._iterator
 
     def prefetch(self) -> None:
         """Dispatch the step that `next` will return, unless that is done or steps are not planned
         ahead. Collective over the world. Raises LostRank alone."""
-        if not self.lookahead or self._iterator is None or self._dispatched is not None:
+        if not self._lookahead or self._iterator is None or self._dispatched is not None:
             return
         phase = self.communicator.cpu_group.phase
         dispatched: Future[Step | None] = Future()
@@ -217,7 +221,7 @@ class PrefetchedSteps:
 
     def _dispatch_next(self) -> Step | None:
         """Draw steps and dispatch the next; None if no data is left. Collective over the world."""
-        while not self._is_exhausted and len(self._drawn) <= self.lookahead:
+        while not self._is_exhausted and len(self._drawn) <= self._lookahead:
             self._draw()
         if not self._drawn:
             return None

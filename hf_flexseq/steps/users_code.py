@@ -50,7 +50,7 @@ NEUTRAL_PACKAGES = frozenset({*sys.stdlib_module_names, "numpy"})
 # Functions on modules: the first one above, the second one as the loss of a trainer.
 _SEEN_ELSEWHERE = ("forward", "_loss_function")
 
-_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
@@ -149,7 +149,7 @@ def users_modules(model: nn.Module) -> Iterator[str]:
 
 def users_forward_hooks(model: nn.Module) -> Iterator[str]:
     """Yield a description of each hook of the user's that sees a forward."""
-    yield from _hooks_on_modules(model, _FORWARD_HOOKS)
+    yield from _hooks_on_modules(model, FORWARD_HOOKS)
     for hooks in (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks):
         for hook in _of_user(hooks):
             yield f"{_name(hook)} on all modules"

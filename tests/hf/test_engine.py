@@ -2,6 +2,7 @@
 it is detached the accelerator is as it was, and what one machine lacks is refused on all ranks."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -236,6 +237,16 @@ def test_a_copy_of_an_attached_model_is_an_ordinary_one(make):
             assert vars(copied).keys() == vars(own).keys()
             assert names_of(copied._forward_pre_hooks) == names_of(own._forward_pre_hooks)
             assert names_of(copied._forward_hooks) == names_of(own._forward_hooks)
+
+
+def test_an_attached_model_is_pickled_as_an_ordinary_one():
+    model = tiny_llama()
+    wanted_loss, _ = reference_gradients(model, EXAMPLES)
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+    with engine.attached(model):
+        made = pickle.loads(pickle.dumps(model))
+    assert made.config._attn_implementation == "sdpa"
+    assert reference_gradients(made, EXAMPLES)[0] == wanted_loss
 
 
 def test_a_step_after_an_interrupted_generation_has_our_attention_again():

@@ -182,7 +182,7 @@ def lookaheads(trainer):
 
     def noting(*args, **options):
         step = next_step(*args, **options)
-        seen.add(trainer.flexseq._training.lookahead)
+        seen.add(trainer.flexseq._training._lookahead)
         return step
 
     trainer.flexseq.next_step = noting

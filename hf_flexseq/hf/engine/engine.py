@@ -135,7 +135,6 @@ class FlexSeqEngine:
         """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
         or None; asked before the first step."""
         self._notes = DrawnNotes(communicator.rank)
-        self._pass: Iterator[Any] | None = None  # the newest one of `steps`
         self.running: Step | None = None
         """The training step that runs, or has failed."""
         self._loader_settings = ExitStack()  # what `detach` undoes of accelerate's
@@ -385,7 +384,8 @@ class FlexSeqEngine:
         Raises FloatingPointError as `check_finite` does, a step late, and for the last step when
         no step follows it; RuntimeError when the loop continues without a step's backward, or
         after another loop of the engine has begun, unless `lookahead` is 0;
-        ValueError for `accumulation` below 1, and for an accelerator that `attach` would refuse.
+        ValueError for `accumulation` below 1, and for settings of the accelerator that the
+        engine would have refused.
         """
         self._check_attached()
         if accumulation < 1:
@@ -400,7 +400,6 @@ class FlexSeqEngine:
                 self.draw_in_place()
         with batches_on_host(dataloader):
             iterator = iter(dataloader)
-            self._pass = iterator
             while (
                 step := self.next_step(iterator, accumulation, first_number=first_number)
             ) is not None:
@@ -411,10 +410,9 @@ class FlexSeqEngine:
                 self._check_pass(iterator)
         self.check_finite()
 
-    def _check_pass(self, iterator: Iterator[Any]) -> None:
-        """Raise RuntimeError for a pass whose steps another one has left, where some were drawn
-        ahead."""
-        if self._pass is not iterator and self._training is not None and self._training.lookahead:
+    def _check_pass(self, iterator: Iterator[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError for a pass whose steps drawn ahead another one has left."""
+        if self._training is not None and self._training.has_left(iterator):
             raise RuntimeError(
                 "a loop goes on after another one has begun to draw from the same engine, which "
                 "has left the steps that were drawn ahead: give each of them an engine of its "

@@ -108,8 +108,8 @@ class _NoGradientYet(torch.Tensor):
 def used_gradients(methods: list[str]) -> NotImplementedError:
     """Return the refusal of gradients that some methods have read or changed."""
     return NotImplementedError(
-        f"{listed(methods)} uses gradients before those of the step are complete: read and change "
-        "them in the callback event on_pre_optimizer_step"
+        f"{listed(methods)} uses gradients before the step's gradients are complete: read and "
+        "change them in the callback event on_pre_optimizer_step"
     )
 
 

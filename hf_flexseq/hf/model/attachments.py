@@ -60,6 +60,7 @@ from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
 from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.images import UnsupportedImages
+from hf_flexseq.steps.users_code import FORWARD_HOOKS, package
 
 
 class AttentionByCall:
@@ -266,7 +267,7 @@ class AttachedModel:
         modules = list(entry.modules())
         with self.attention.own(), unpatched(modules), ExitStack() as without:
             for module in modules:
-                for name in ("_forward_hooks", "_forward_pre_hooks"):
+                for name in FORWARD_HOOKS:
                     hooks: dict[int, Any] = getattr(module, name)
                     theirs = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
                     if len(theirs) < len(hooks) and id(hooks) not in memo:
@@ -296,8 +297,7 @@ class AttachedModel:
 
 def _is_ours(hook: Any) -> bool:
     """Tell if a hook is a function of this package."""
-    function = hook.func if isinstance(hook, partial) else hook
-    return str(getattr(function, "__module__", "")).startswith(f"{__package__.partition('.')[0]}.")
+    return package(hook.func if isinstance(hook, partial) else hook) == package(AttachedModel)
 
 
 # ---- DDP

@@ -72,7 +72,7 @@ from hf_flexseq.hf.trainer.trainer_log import TrainerLog
 from hf_flexseq.hf.trainer.training_data import (
     TrainingData,
     flexseq_collator,
-    holds,
+    is_around,
     padded_collator,
 )
 from hf_flexseq.hf.trainer.whole_checkpoints import (
@@ -198,7 +198,7 @@ class FlexSeqMixin(ShardedCheckpoints):
     def _choose_collators(self) -> None:
         """Wrap the user's collator to plan batches; keep one that makes the plain Trainer's."""
         given, ours = self.data_collator, self._flexseq_collator
-        if given is ours or holds(given, ours):  # else it is new, or was set since
+        if given is ours or is_around(given, ours):  # else it is new, or was set since
             return
         self._flexseq_padded = given
         if not is_objective(self):  # TRL's own collators, of pairs and prompts

@@ -37,7 +37,7 @@ def padded_collator(given: Any, ours: DataCollatorForFlexSeq) -> Any:
     return given if is_own else PaddedCollator(ours)
 
 
-def holds(given: Any, collator: Any) -> bool:
+def is_around(given: Any, collator: Any) -> bool:
     """Tell if a collator calls another one, None for none: by a variable or an attribute."""
     held = [*getattr(given, "__dict__", {}).values()]
     for cell in getattr(given, "__closure__", None) or ():
