@@ -1,7 +1,7 @@
 """Predicted against measured seconds of steps on two CPU ranks, while the cost model is corrected.
 
     python scripts/benchmarks/online.py
-    python scripts/benchmarks/online.py --models llama experts --steps 25 --processor
+    python scripts/benchmarks/online.py --models llama experts --steps 25
 
 Each model trains with `cost_model="auto"`, without a cache, and then with "estimate", on the same
 steps of long-tailed lengths, by FlexSeqTrainer in two forks with one thread each:
@@ -14,9 +14,7 @@ steps of long-tailed lengths, by FlexSeqTrainer in two forks with one thread eac
 
 Errors of steps from the sixth on are relative to the measured seconds: as the log has them under
 "auto", as it has them under "estimate", and by the estimate times one factor, the median of
-measured over predicted seconds of the first five steps. With --processor seconds are those in
-which a rank's processor works for it, for a busy machine: neither other programs count then, nor
-waits of ranks for each other.
+measured over predicted seconds of the first five steps.
 """
 
 import json
@@ -26,11 +24,8 @@ import random
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,11 +42,7 @@ from transformers.distributed import DistributedConfig
 from common import argument_parser, load_average, machine, table, write_record
 from forked import main_or_rank, start_ranks
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.cost.correction import meetings
-from hf_flexseq.cost.kernels import FloatArray
-from hf_flexseq.hf.engine import cost_source, model_planning
-from hf_flexseq.plan import MicroBatch
-from hf_flexseq.steps import stopwatch
+from hf_flexseq.hf.engine import cost_source
 from images import images_of_sequence, sequence, small_model
 
 FIRST = 5  # step from which on errors count
@@ -140,17 +131,6 @@ def train(rank: int, name: str, cost_model: str, steps: int, folder: Path) -> No
     trainer.train()
 
 
-def busiest(
-    micro_batches: Sequence[MicroBatch], by_rank: FloatArray, sync: str
-) -> list[list[float]]:
-    """Return the seconds of meetings whose ranks measure no waits."""
-    found = []
-    for index, micro_batch in enumerate(micro_batches):
-        ranks_of = meetings(micro_batch, len(by_rank), sync)
-        found.append([float(by_rank[start:stop, index].max()) for start, stop in ranks_of])
-    return found
-
-
 def seconds_of(name: str, cost_model: str, steps: int) -> list[list[float]]:
     """Train in two forks; return predicted and measured seconds of each step."""
     folder = Path(tempfile.mkdtemp())  # which a rank, an exception in a fork, must not remove
@@ -173,11 +153,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--processor", action="store_true", help="seconds of processors")
     asked = parser.parse_args()
-    if asked.processor:
-        stopwatch.time = SimpleNamespace(perf_counter=time.process_time)
-        model_planning.meeting_seconds = busiest
     before = load_average()
     rows, figures = [], []
     for name in asked.models:

@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/planners.py                             all but flexsp, 100 batches
     python scripts/benchmarks/planners.py --flexsp 12                 FlexSP on 12 batches, too
-    python scripts/benchmarks/planners.py --sets "1024 ranks" --batches 9 --planners auto
+    python scripts/benchmarks/planners.py --sets "4096 ranks" --batches 3 --planners auto
     python scripts/benchmarks/planners.py --sync free --planners auto static batch-ada
 
 Lengths are drawn from the quantile tables in data/ and from a log-normal fitted to CommonCrawl
@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -100,13 +99,20 @@ def three_micro_batches(lengths: list[int]) -> int:
     return max(three, math.ceil(max(lengths) / 64))
 
 
-def large_batch(seed: int) -> list[int]:
-    """Return 4,096 lengths of one of the three distributions, in turn."""
-    draw = (WIKIPEDIA, DOCUMENTS, common_crawl_like)[seed % 3]
-    return batch(draw, 192 * K, 4096, seed)
+def large_cluster(nodes: int) -> LengthSet:
+    """Return the set of batches of four sequences per rank, of the three distributions in turn."""
+
+    def draw(seed: int) -> list[int]:
+        one = (WIKIPEDIA, DOCUMENTS, common_crawl_like)[seed % 3]
+        return batch(one, 192 * K, 4 * 8 * nodes, seed)
+
+    return LengthSet(name=f"{8 * nodes} ranks", draw=draw, context=192 * K, nodes=nodes)
 
 
-ALL_SETS = (
+LARGE = (large_cluster(128), large_cluster(512))
+
+
+SMALL = (
     drawn("wikipedia", WIKIPEDIA, 192 * K),
     drawn("documents", DOCUMENTS, 192 * K),
     drawn("cc-like", common_crawl_like, LIMIT),
@@ -121,9 +127,8 @@ ALL_SETS = (
     odd_world(1, 6),
     odd_world(2, 6),
     odd_world(6, 8),
-    LengthSet(name="1024 ranks", draw=large_batch, context=192 * K, nodes=128),
 )
-SETS = {length_set.name: length_set for length_set in ALL_SETS}
+SETS = {length_set.name: length_set for length_set in (*SMALL, *LARGE)}
 
 
 # ---- planners on them
@@ -143,8 +148,8 @@ class Column:
     def add(self, lengths: list[int], chosen: LengthSet, **options: str | int) -> None:
         """Plan one more batch."""
         cap = chosen.tokens_per_rank(lengths)
-        # planning has one thread, and other processes should not count
-        began = time.process_time()
+        # planning has one thread, and other programs should not count
+        began = time.thread_time()
         try:
             plan = make_plan(
                 lengths, chosen.topology, COST, PlanOptions(max_tokens_per_rank=cap, **options)
@@ -153,7 +158,7 @@ class Column:
             self.seconds.append(None)
             self.bounds.append(None)
             return
-        self.milliseconds.append(1e3 * (time.process_time() - began))
+        self.milliseconds.append(1e3 * (time.thread_time() - began))
         self.seconds.append(plan.objective_s)
         self.bounds.append(plan.lower_bound_s)
 
@@ -196,13 +201,13 @@ def flexsp_column(chosen: LengthSet, asked: argparse.Namespace) -> Column:
     batches that the file has are taken from there, others are solved now and added to it.
     """
     kept = {}
-    if asked.flexsp_results.exists():
-        kept = json.loads(asked.flexsp_results.read_text())
+    if RESULTS.exists():
+        kept = json.loads(RESULTS.read_text())
     column = Column(**kept.get(chosen.name, {}))
     for seed in range(len(column.seconds), asked.flexsp):
         column.add(chosen.draw(seed), chosen, planner="flexsp")
     kept[chosen.name] = asdict(column)
-    asked.flexsp_results.write_text(json.dumps(kept) + "\n")
+    RESULTS.write_text(json.dumps(kept) + "\n")
     return column
 
 
@@ -248,8 +253,8 @@ def print_rows(name: str, columns: dict[str, Column]) -> None:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    most = [name for name in SETS if name != "1024 ranks"]
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=most)
+    small = [length_set.name for length_set in SMALL]
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=small)
     parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=PLANNERS)
     parser.add_argument("--batches", type=int, default=100, help="per length set")
     parser.add_argument(
@@ -258,9 +263,6 @@ def main() -> None:
         default=0,
         metavar="BATCHES",
         help="solve at least so many with flexsp",
-    )
-    parser.add_argument(
-        "--flexsp-results", type=Path, default=RESULTS, help="where flexsp's figures are kept"
     )
     parser.add_argument("--sync", choices=("lockstep", "free"), default="lockstep")
     asked = parser.parse_args()

@@ -17,12 +17,11 @@ import os
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, set_seed
 
 from common import argument_parser, machine, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
@@ -80,20 +79,6 @@ CASES = {
 }
 
 
-class Clock(TrainerCallback):
-    """Seconds of each step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._began = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._began = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
-
-
 class Trained(NamedTuple):
     """What one training has shown."""
 
@@ -136,7 +121,6 @@ def train(rows: list[Row], mode: str, steps: int, *, counts_bytes: bool = False)
             max_position_embeddings=65536,
         )
     )
-    clock = Clock()
     saved: list[int] = []
     around = counting_saved(saved) if counts_bytes else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, around:
@@ -159,13 +143,13 @@ def train(rows: list[Row], mode: str, steps: int, *, counts_bytes: bool = False)
             args=args,
             train_dataset=rows * steps,
             data_collator=DataCollatorForFlexSeq(),
-            callbacks=[clock],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     log = [line for line in trainer.state.log_history if "loss" in line]
+    seconds = [line["flexseq/measured_s"] for line in log]
     return Trained(
-        step_s=statistics.median(clock.seconds[WARMUP:] or clock.seconds),
+        step_s=statistics.median(seconds[WARMUP:] or seconds),
         saved_bytes=sum(saved),
         spared=log[-1].get("flexseq/tokens_spared", 0.0),
     )

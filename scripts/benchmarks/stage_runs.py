@@ -1,160 +1,109 @@
 """Measured: Seq1F1B over 1F1B in whole training runs, on two CPU stages.
 
-    python scripts/benchmarks/stage_runs.py
-    python scripts/benchmarks/stage_runs.py --rounds 5 --json runs.json
+    torchrun --nproc_per_node 2 scripts/benchmarks/stage_runs.py
 
-A run is `FlexSeqTrainer.train()` of six steps, each of two sequences of 4,096 tokens: a new
-process for each rank, 1F1B with whole sequences or Seq1F1B with four chunks of each. The model has
-4 layers, 256 wide, and a small vocabulary, so that both stages work alike. The schedules take
-turns. Ratios are 1F1B's median over rounds over Seq1F1B's:
+A run is `FlexSeqTrainer.train()` of six steps, each of two sequences of 4,096 tokens: 1F1B with
+whole sequences, or Seq1F1B with four chunks of each. The model has 4 layers, 256 wide, and a small
+vocabulary, so that both stages work alike. The schedules take turns, after a run that warms up.
+Ratios are 1F1B's seconds over Seq1F1B's, of neighbouring runs:
 
-    runs     of `train_runtime`, which also holds drawing, planning, exchanging tokens, clipping,
-             the optimizer, logs, and all that the first step does once
-    steps    of a run's median step, from its first action to its last
+    run      `train_runtime`, which also holds drawing, planning, exchanging tokens, clipping, the
+             optimizer, logs, and all that the first step does once
+    step     the median step, from its first action to its last
 
 Both by the wall clock, which needs two idle cores: on busy ones an idle stage's core does other
 work, and the bubble costs less than it would.
 """
 
 import os
-
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a second thread hides the bubble
-
-import argparse
-import json
 import random
-import shutil
 import statistics
 import tempfile
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, set_seed
 
-from common import argument_parser, load_average, machine, table_head, table_row, write_record
-from forked import main_or_rank, start_ranks
+from common import argument_parser, load_average, machine, ratios, spread, table, write_record
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 
 STAGES = 2
+TOKENS = 4096  # of a sequence
 VOCABULARY = 1024
-TIMEOUT_S = 600  # of every exchange
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {"pipeline_schedule": "1f1b"},
-    "seq1f1b": {"pipeline_schedule": "seq1f1b"},
-}
-# name of a figure, and what it is
-FIGURES = {"run_s": "run", "step_s": "its median step"}
-COLUMNS = ("seconds", *SCHEDULES, "1f1b over seq1f1b")
+SCHEDULES = ("1f1b", "seq1f1b")
 
 
-# ---- a rank
+class Run(NamedTuple):
+    """Seconds of a training, and its losses."""
+
+    run_s: float
+    step_s: float
+    losses: list[float]
 
 
-def train(schedule: str, asked: argparse.Namespace, folder: Path, rank: int) -> None:
-    """Do the work of a rank, and write down its seconds."""
-    torch.manual_seed(0)
+def train(schedule: str, steps: int) -> Run:
+    """Train a new model. Collective over the world."""
+    set_seed(0)
     config = LlamaConfig(
-        hidden_size=asked.hidden,
-        intermediate_size=11 * asked.hidden // 4,
-        num_hidden_layers=asked.layers,
-        num_attention_heads=asked.hidden // 64,
-        num_key_value_heads=asked.hidden // 128,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=VOCABULARY,
     )
-    args = FlexSeqConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=1,
-        max_steps=asked.steps,
-        save_strategy="no",
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        pipeline_parallel_size=STAGES,
-        **SCHEDULES[schedule],
-    )
-    trainer = FlexSeqTrainer(
-        model=LlamaForCausalLM(config),
-        args=args,
-        train_dataset=sequences(STAGES * asked.steps, asked.tokens),
-    )
-    output = trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found = {
-        "run_s": output.metrics["train_runtime"],
-        "steps_s": [entry["flexseq/measured_s"] for entry in logs],
-        "losses": [entry["loss"] for entry in logs],
-    }
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def sequences(count: int, tokens: int) -> list[dict[str, list[int]]]:
-    """Return examples of `tokens` tokens each, the same every time."""
     draw = random.Random(0)
-    examples = []
-    for _ in range(count):
-        ids = [draw.randrange(VOCABULARY) for _ in range(tokens)]
-        examples.append({"input_ids": ids, "labels": ids})
-    return examples
-
-
-# ---- runs
-
-
-def one_run(schedule: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of a run. Raises RuntimeError for one that fails."""
-    folder = Path(tempfile.mkdtemp(prefix="stage_runs_"))
-    pids = start_ranks(STAGES, partial(train, schedule, asked, folder), folder, TIMEOUT_S)
-    codes = [os.waitpid(pid, 0)[1] for pid in pids]
-    if any(codes):
-        raise RuntimeError(f"a run failed: see {folder}/rank*.log")
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(STAGES)]
-    shutil.rmtree(folder)
-    step_s = statistics.median(ranks[0]["steps_s"])
-    return ranks[0] | {"step_s": step_s, "load": os.getloadavg()}
-
-
-def print_figures(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Print one row for each figure: medians over rounds, and their ratio."""
-    print()
-    print(table_head(COLUMNS, numbers=(1, 2, 3)))
-    for name, meaning in FIGURES.items():
-        medians = [statistics.median(run[name] for run in runs[key]) for key in SCHEDULES]
-        cells = [f"{figure:.3f}" for figure in (*medians, medians[0] / medians[1])]
-        print(table_row((meaning, *cells)))
+    rows = [draw.choices(range(VOCABULARY), k=TOKENS) for _ in range(STAGES * steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        args = FlexSeqConfig(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            max_steps=steps,
+            save_strategy="no",
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            pipeline_parallel_size=STAGES,
+            pipeline_schedule=schedule,
+        )
+        trainer = FlexSeqTrainer(
+            model=LlamaForCausalLM(config),
+            args=args,
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        )
+        trainer.remove_callback(PrinterCallback)
+        run_s = trainer.train().metrics["train_runtime"]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    step_s = statistics.median(entry["flexseq/measured_s"] for entry in logs)
+    return Run(run_s, step_s, [entry["loss"] for entry in logs])
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
     asked = parser.parse_args()
-    if asked.hidden < 128 or asked.hidden % 128:
-        parser.error(f"--hidden {asked.hidden}: give a multiple of 128, two heads that share keys")
-    print(f"on {machine('torch', 'transformers')}; load average {load_average()}")
-    print(
-        f"{asked.layers} layers, {asked.hidden} wide, float32; {asked.steps} steps of {STAGES} "
-        f"sequences of {asked.tokens:,} tokens; {asked.rounds} rounds",
-        flush=True,
-    )
-    runs: dict[str, list[dict[str, Any]]] = {schedule: [] for schedule in SCHEDULES}
-    for number in range(1, asked.rounds + 1):
+    torch.set_num_threads(1)  # a second thread of a stage hides the bubble
+    before = load_average()
+    train(SCHEDULES[0], steps=2)
+    runs: dict[str, list[Run]] = {schedule: [] for schedule in SCHEDULES}
+    for _ in range(asked.rounds):
         for schedule in SCHEDULES:
-            run = one_run(schedule, asked)
-            runs[schedule].append(run)
-            seconds = ", ".join(f"{name} {run[name]:.2f}" for name in FIGURES)
-            print(f"round {number}, {schedule}: {seconds}; load {load_average()}", flush=True)
-    print_figures(runs)
-    write_record(asked.json, {"runs": runs})
+            runs[schedule].append(train(schedule, asked.steps))
+    if os.environ["RANK"] != "0":
+        return
+    for whole, chunks in zip(*runs.values(), strict=True):
+        assert torch.allclose(*map(torch.tensor, (whole.losses, chunks.losses)), rtol=1e-4)
+    rows = []
+    for name in ("run_s", "step_s"):
+        whole, chunks = ([getattr(run, name) for run in runs[one]] for one in SCHEDULES)
+        medians = [f"{statistics.median(seconds):.3f}" for seconds in (whole, chunks)]
+        rows.append([name.removesuffix("_s"), *medians, spread(ratios(whole, chunks))])
+    print(table(("seconds", *SCHEDULES, "1f1b over seq1f1b"), rows, numbers=(1, 2, 3)))
+    print(f"\n{machine('torch', 'transformers')}; load before {before}; after {load_average()}")
+    write_record(asked.json, {key: [run._asdict() for run in runs[key]] for key in runs})
 
 
 if __name__ == "__main__":
-    main_or_rank(main)
+    main()
