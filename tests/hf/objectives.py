@@ -28,8 +28,6 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 from trl import (
-    DistillationConfig,
-    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -361,6 +359,8 @@ def _own_loss(case: Case, path: Path, model: Any) -> Any:
 
 
 def _distillation(case: Case, path: Path, model: Any) -> Any:
+    from trl import DistillationConfig, DistillationTrainer  # TRL 1.16 and later
+
     arguments = {
         "model": model or causal_model(case, path),
         "teacher_model": tiny_llama(case.dtype, seed=1),

@@ -24,6 +24,7 @@ from hf_flexseq import (
     FlexSeqMixin,
     FlexSeqTrainer,
 )
+from hf_flexseq.base.versions import OFFLOAD_FROM
 from hf_flexseq.hf.engine.accelerator_checks import check_accelerator
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model
@@ -32,6 +33,7 @@ from hf_flexseq.hf.model.trial import PROBED_FAMILIES
 from tests.hf import tiny
 from tests.hf.tiny import documents, refused, tiny_llama
 from tests.ranks import run_cases
+from tests.versions import since
 
 DATA = documents([5, 3, 8])
 
@@ -112,7 +114,6 @@ UNSUPPORTED = [
     (STAGES | {"strategy": "zigzag"}, "strategy='zigzag' with .*: chunks attend"),
     (STAGES | {"sync": "lockstep"}, "sync='lockstep' with pipeline_parallel_size"),
     (STAGES | {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
-    (STAGES | OFFLOAD, "offload=True of activation checkpointing on a CPU with"),
 ]
 
 
@@ -124,6 +125,12 @@ UNSUPPORTED = [
 def test_settings_that_are_refused(tmp_path, kind, settings, message):
     with refused(message, kind):
         make_trainer(tmp_path, **settings)
+
+
+@since("transformers", OFFLOAD_FROM, "offload is refused for itself")
+def test_offload_of_checkpointing_in_stages(tmp_path):
+    with refused("offload=True of activation checkpointing on a CPU with"):
+        make_trainer(tmp_path, **STAGES, **OFFLOAD)
 
 
 @pytest.mark.skipif(
@@ -290,6 +297,8 @@ LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 CODES = {"sliding_window": 4, "codebook_size": 8, "ffn_dim": 48}
 DYNAMIC = {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}
 GENERATION = {"kind": "ForConditionalGeneration"}
+DROPPED = {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.1}
+tries_opt = since("transformers", "5.23", "it is refused for itself, too")
 # before 5.23 the module itself says less, and is refused for that
 MASK = (
     "layer 0: its mask shows full attention, but its call and configuration say window 4|"
@@ -315,11 +324,7 @@ SOFTCAP = "layer 0 asks for softcap=None, but its configuration says softcap=3.0
             r"0.1: .* from_pretrained\(..., attention_dropout=0",
         ),
         ("GPT2", {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4}, "attn_pdrop=0.1"),
-        (
-            "OPT",
-            {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.1},
-            "layerdrop=0.1: ranks",
-        ),
+        pytest.param("OPT", DROPPED, "layerdrop=0.1: ranks", marks=tries_opt),
         ("DeepseekV3", ROUTER | LATENT, "does not add a load_balancing_loss_func"),
         ("Mixtral", ROUTER | CLASSES | EXPERTS, "=True: classifiers have no router loss"),
         ("Llama", DYNAMIC, "rope_type='dynamic'"),

@@ -11,9 +11,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import trl
 from datasets import load_from_disk
 from transformers import Trainer, TrainerCallback
-from trl import DistillationTrainer, DPOTrainer, GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer
 
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
@@ -36,7 +37,7 @@ from tests.hf.test_resume import KilledAfter
 from tests.hf.tiny import VOCAB, noting_figures, refused, tiny_llama
 from tests.hf.trainers import difference, distance, flexseq_class, trained
 from tests.ranks import run_cases, run_ranks
-from tests.versions import reads_log_probabilities
+from tests.versions import reads_log_probabilities, since
 
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0}
 ADAPTIVE |= {"entropy_coef_delta": 0.05, "top_entropy_quantile": 0.5}
@@ -360,6 +361,7 @@ SPANNING = Case(
 )
 
 
+@reads_log_probabilities
 @pytest.mark.processes
 def test_two_ranks_train_as_the_plain_trainer_does(tmp_path):
     save_inputs(tmp_path)
@@ -382,6 +384,7 @@ def trained_twice(is_ours, folder):
     return replace(second, start=first.start, log=first.log + second.log)
 
 
+@reads_log_probabilities
 @pytest.mark.processes
 def test_a_second_training_goes_on_with_samples_of_the_first(tmp_path):
     save_inputs(tmp_path)
@@ -421,6 +424,7 @@ class CutsShort(GRPOTrainer):
         return {**inputs, "completion_mask": mask}
 
 
+@reads_log_probabilities
 @pytest.mark.processes
 def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
     save_inputs(tmp_path)
@@ -445,7 +449,10 @@ def test_steps_of_one_generation_batch_are_planned_ahead(tmp_path):
 # ---- TRL's DistillationTrainer
 
 
-class FixedCompletions(DistillationTrainer):
+distills = since("trl", "1.16", "it has no DistillationTrainer")
+
+
+class FixedCompletions(getattr(trl, "DistillationTrainer", Trainer)):
     """Samples that depend on the prompt alone: of 1 to 24 tokens, some cut off before their
     end."""
 
@@ -503,6 +510,7 @@ def run(rank, world_size, cls, folder, case):
     return found
 
 
+@distills
 @pytest.mark.processes
 def test_four_steps_are_those_of_the_stock_trainer(tmp_path):
     # sequences of up to 32 tokens: some need both ranks
@@ -516,6 +524,7 @@ def test_four_steps_are_those_of_the_stock_trainer(tmp_path):
             assert entry["step_time"] > entry["flexseq/measured_s"]  # of a whole step
 
 
+@distills
 @pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta):
@@ -526,6 +535,7 @@ def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta)
         assert_alike(difference(wanted, ours), weights=FLOAT32_BOUND)
 
 
+@distills
 @pytest.mark.slow
 def test_each_model_runs_once_on_a_micro_batch(tmp_path):
     trainer = distillation(FlexSeqDistillation, tmp_path)
@@ -539,6 +549,7 @@ def test_each_model_runs_once_on_a_micro_batch(tmp_path):
         assert calls.count(model.model) == micro_batches
 
 
+@distills
 def test_a_loss_with_gradients_that_were_not_foreseen_is_refused(tmp_path):
     trainer = distillation(FlexSeqDistillation, tmp_path)
     loss_of = trainer.compute_loss
@@ -547,6 +558,7 @@ def test_a_loss_with_gradients_that_were_not_foreseen_is_refused(tmp_path):
         trainer.train()
 
 
+@distills
 def test_a_teacher_that_cannot_be_computed_exactly_is_refused(tmp_path):
     teacher = large_teacher()
     teacher.model.layers[0].self_attn.attention_dropout = 0.1

@@ -133,7 +133,13 @@ def learning(rank, world_size, folder, kind, resume):
     return losses(rank, world_size, folder, kind, None, resume, **options)
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("pipeline", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("ddp", marks=reads_optimizer_on_cpus),
+        pytest.param("pipeline", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_that_learns_resumes_bit_for_bit_with_the_plans_of_its_checkpoint(tmp_path, kind):
     """What the clocks of the resumed run say is not what those of the first one have said."""
     wanted = run_ranks(learning, 2, tmp_path, kind, None, seconds=120)
