@@ -54,7 +54,7 @@ def test_without_torch_lengths_are_planned_and_measuring_says_what_is_missing(tm
     ]
     script = (
         "import sys\n"
-        "for name in ('torch', 'transformers', 'accelerate', 'matplotlib', 'pulp', 'highspy'):\n"
+        "for name in ('torch', 'transformers', 'accelerate', 'matplotlib', 'highspy'):\n"
         "    sys.modules[name] = None\n"
         "from hf_flexseq.cli import main\n"
         "from hf_flexseq.program.__main__ import main as program\n"

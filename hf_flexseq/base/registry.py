@@ -42,7 +42,7 @@ RINGS: Mapping[str, str] = {
 
 # ---- planners
 
-SOLVER = ("pulp", "highspy")  # modules of the MILP solver, an optional dependency
+SOLVER = "highspy"  # module of the MILP solver, an optional dependency
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,10 +150,9 @@ def entry_of(option: str, name: object, entries: Mapping[str, PlannerEntry]) -> 
     it.
     """
     entry = entries[one_of(option, name, entries)]
-    missing = [module for module in SOLVER if find_spec(module) is None]
-    if entry.needs_solver and missing:
+    if entry.needs_solver and find_spec(SOLVER) is None:
         raise ValueError(
-            f"{option}={name!r} needs {' and '.join(missing)}, not installed: "
+            f"{option}={name!r} needs {SOLVER}, not installed: "
             f'pip install "hf_flexseq[planner]", or choose another {option}'
         )
     return entry

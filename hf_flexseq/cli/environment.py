@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed",
-    "trl", "peft", "datasets", "pulp",
+    "trl", "peft", "datasets",
     "highspy", "numpy", "matplotlib",
     "flash-attn", "flash-attn-3", "flash-attn-4", "triton",
     "fla-core", "causal-conv1d", "mamba-ssm", "liger-kernel",

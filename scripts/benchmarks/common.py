@@ -23,7 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RECORDED = ("numpy", "torch", "transformers", "accelerate", "deepspeed", "pulp", "highspy")
+RECORDED = ("numpy", "torch", "transformers", "accelerate", "deepspeed", "highspy")
 
 
 # ---- options

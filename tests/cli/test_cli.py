@@ -290,7 +290,7 @@ def test_the_command_line_imports_no_torch_and_runs_alone(lengths, tmp_path):
         "from hf_flexseq.cli import main\n"
         "from hf_flexseq.program.__main__ import main as program\n"
         f"status = main({plan_words}) + program(['{path}', '--topology', '2x4'])\n"
-        "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pulp', 'highspy', "
+        "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'highspy', "
         "'matplotlib', 'jinja2', 'pyarrow', 'triton'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
         "sys.exit(status)\n"

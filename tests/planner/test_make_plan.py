@@ -110,7 +110,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.options import PlanOptions
 import hf_flexseq.planner.process.worker
-assert not {"torch", "transformers", "accelerate", "datasets", "pulp"} & set(sys.modules)
+assert not {"torch", "transformers", "accelerate", "datasets", "highspy"} & set(sys.modules)
 rng = random.Random(0)
 for nodes, ranks in ((8, 8), (1, 6)):
     topology = Topology(nodes=nodes, ranks_per_node=ranks)

@@ -109,5 +109,5 @@ def test_it_beats_the_best_single_degree():
 
 def test_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("hf_flexseq.base.registry.find_spec", lambda module: None)
-    with pytest.raises(ValueError, match=r'needs pulp and highspy.*"hf_flexseq\[planner\]"'):
+    with pytest.raises(ValueError, match=r'needs highspy.*"hf_flexseq\[planner\]"'):
         planned([4], topology((1, 2)), MODEL, planner="flexsp")

@@ -1,5 +1,4 @@
-"""FlexSP's bucketed mixed-integer program (arXiv 2412.01523, equations 17 to 22), solved by HiGHS
-through PuLP.
+"""FlexSP's bucketed mixed-integer program (arXiv 2412.01523, equations 17 to 22), solved by HiGHS.
 
 For virtual groups p of degree d_p and buckets q of b_q sequences, find m_p in {0, 1} (group used)
 and integers A_qp (members of bucket q in group p). On the left the name of the equation in the
@@ -23,12 +22,10 @@ same where degrees are powers of two.
 The solver starts from a known solution and ends at a relative gap, a count of nodes or a count
 of checkpoints, never by the clock, with one thread and a fixed seed. A program of very many
 integers, which full memory asks for since buckets may add few tokens then, keeps the solution in
-hand: at FlexSP's own time limit such programs find no other. PuLP has no warm start for HiGHS, so
-the start is handed to the solver's own model. Only this module and
-`infinipipe/checkpointing.py` import PuLP.
+hand: at FlexSP's own time limit such programs find no other.
 
-Rejected: PuLP's bundled CBC, which comes as a separate process and a file for each model. The slow
-twin is `best_chosen` in tests/published/test_flexsp.py: every set of degrees, every assignment.
+The slow twin is `best_chosen` in tests/published/test_flexsp.py: every set of degrees, every
+assignment.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +34,6 @@ from typing import Any
 
 import highspy
 import numpy as np
-import pulp
 
 from hf_flexseq.cost import Int64Array
 from hf_flexseq.published.aligned_groups import Slots
@@ -85,30 +81,23 @@ def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = N
     """Return the best groups found, at worst `start`, which is kept if the program is large."""
     if len(task.counts) * sum(task.copies) > INTEGERS:
         return start
-    # 1. The program and a solver with fixed limits.
-    model = _Model(task, slowest_ns(task, start))
-    interrupt = highspy.cb.HighsCallbackType.kCallbackMipInterrupt
-    solver = pulp.HiGHS(
-        msg=False,
-        gapRel=gap,
-        threads=1,
-        callbackTuple=(_Patience(), None),
-        callbacksToActivate=[interrupt],
-        random_seed=1,
-        mip_max_nodes=nodes,
-        parallel="off",
-    )
-    solver.createAndConfigureSolver(model.program)
-    solver.buildSolverModel(model.program)
-    # 2. The start, past PuLP.
-    highs = model.program.solverModel
+    # 1. A solver with fixed limits.
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.silent()
+    options = {"mip_rel_gap": gap, "mip_max_nodes": nodes, "random_seed": 1}
+    for option, value in {**options, "threads": 1, "parallel": "off"}.items():
+        solver.setOptionValue(option, value)
+    solver.setCallback(_Patience(), None)
+    solver.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+    # 2. The program and a start.
+    program = _Program(solver, task, slowest_ns(task, start))
     warm = highspy.HighsSolution()
-    warm.col_value = model.values_of(start)
-    highs.setSolution(warm)
+    warm.col_value = program.values_of(start)
+    solver.setSolution(warm)
     # 3. The best solution met.
-    solver.callSolver(model.program)
-    values = list(highs.getSolution().col_value)
-    return model.groups_in(values) or start
+    solver.solve()
+    values = list(solver.getSolution().col_value)
+    return program.groups_in(values) or start
 
 
 class _Patience:
@@ -125,14 +114,13 @@ class _Patience:
         answer.user_interrupt = self.asked > CHECKPOINTS
 
 
-class _Model:
-    """The program with the variables of every virtual group.
+class _Program:
+    """The program with the variables of every virtual group. Variables and sums of highspy are
+    Any."""
 
-    PuLP has no types, so its variables and expressions are Any.
-    """
-
-    def __init__(self, task: GroupingTask, in_hand: int) -> None:
-        """Build the program. in_hand: nanoseconds of a solution that is known."""
+    def __init__(self, solver: Any, task: GroupingTask, in_hand: int) -> None:
+        """Build the program in a solver. in_hand: nanoseconds of a solution that is known."""
+        self.solver = solver
         self.task = task
         self.in_hand = in_hand
         self.group2column: list[int] = []  # column of the degree of each virtual group
@@ -140,19 +128,17 @@ class _Model:
             self.group2column += [column] * copies
         groups = range(len(self.group2column))
         buckets = range(len(task.counts))
-        # 1. Variables: C, m_p and A_qp. Their names are the paper's.
-        self.program = pulp.LpProblem("flexsp", pulp.LpMinimize)
-        self.slowest = self.program.add_variable("C", lowBound=least_slowest_ns(task) / SCALE)
-        self.used = [self.program.add_variable(f"m{p}", cat=pulp.LpBinary) for p in groups]
+        # 1. Variables: C, which is minimised, m_p and A_qp.
+        self.slowest = solver.addVariable(least_slowest_ns(task) / SCALE, obj=1)
+        self.used = [solver.addBinary() for _ in groups]
         self.members = []  # [groups][buckets]
         for p in groups:
             self.members.append([self._members_variable(q, p) for q in buckets])
-        # 2. The objective and what holds.
-        self.program += self.slowest
+        # 2. What holds.
         for constraint in self._constraints_of_groups():
-            self.program += constraint
+            solver.addConstr(constraint)
         for constraint in self._constraints_of_all():
-            self.program += constraint
+            solver.addConstr(constraint)
 
     def _members_variable(self, q: int, p: int) -> Any:
         """Return the variable A_qp, bounded by memory and the known solution."""
@@ -161,7 +147,7 @@ class _Model:
         in_memory = task.cap * task.degrees[column] // int(task.tokens[q])
         in_time = (self.in_hand - task.latency[column]) // int(task.times[q, column])
         most = min(int(task.counts[q]), in_memory, in_time)
-        return self.program.add_variable(f"A{q}_{p}", 0, most, pulp.LpInteger)
+        return self.solver.addIntegral(0, most)
 
     def _constraints_of_groups(self) -> Iterator[Any]:
         """Yield the constraints of every virtual group."""
@@ -170,10 +156,10 @@ class _Model:
             # (6) time
             seconds = (task.times[:, column] / SCALE).tolist()  # [buckets]
             latency = (self.used[p], task.latency[column] / SCALE)
-            yield _sum([latency, *zip(self.members[p], seconds, strict=True)]) <= self.slowest
+            yield self._sum([latency, *zip(self.members[p], seconds, strict=True)]) <= self.slowest
             # (7) memory, and (9): divided by the group's memory, so that 1 is a full group
             shares = (task.tokens / (task.cap * task.degrees[column])).tolist()  # [buckets]
-            yield _sum(zip(self.members[p], shares, strict=True)) <= self.used[p]
+            yield self._sum(zip(self.members[p], shares, strict=True)) <= self.used[p]
             # ours: groups of one degree are used in order
             if p and self.group2column[p - 1] == column:
                 yield self.used[p - 1] >= self.used[p]
@@ -187,21 +173,25 @@ class _Model:
             taken = [
                 (self.used[p], slots.taken.get(task.degrees[column], 0)) for p, column in groups
             ]
-            yield _sum(taken) <= slots.available
+            yield self._sum(taken) <= slots.available
         # (10) members
         for q, count in enumerate(task.counts.tolist()):
-            yield _sum([(self.members[p][q], 1) for p, _ in groups]) == count
+            yield self._sum([(self.members[p][q], 1) for p, _ in groups]) == count
         # ours: the mean rank is no slower than the slowest
         areas = (task.times * task.degrees / SCALE / task.ranks).tolist()  # [buckets][degrees]
         terms = []
         for p, column in groups:
             for q in range(len(task.counts)):
                 terms.append((self.members[p][q], areas[q][column]))
-        yield _sum(terms) <= self.slowest
+        yield self._sum(terms) <= self.slowest
+
+    def _sum(self, terms: Iterable[tuple[Any, float]]) -> Any:
+        """Return the sum of variables times weights, without the terms of weight 0."""
+        return self.solver.qsum([weight * variable for variable, weight in terms if weight])
 
     def values_of(self, chosen: Chosen) -> list[float]:
         """Return the solver's vector [variables] of a solution with these groups."""
-        values = [0.0] * len(self.program.variables())
+        values = [0.0] * self.solver.numVariables
         # next unused virtual group of each column
         column2group = {column: self.group2column.index(column) for column in self.group2column}
         for column, members in chosen:
@@ -240,8 +230,3 @@ def least_slowest_ns(task: GroupingTask) -> int:
     fits = tokens_of_rank <= task.cap
     times = np.where(fits, task.times, np.iinfo(np.int64).max)  # [buckets, degrees]
     return int(times.min(axis=1).max())
-
-
-def _sum(terms: Iterable[tuple[Any, float]]) -> Any:
-    """Return the sum of variables times weights, without the terms of weight 0."""
-    return pulp.LpAffineExpression([(variable, weight) for variable, weight in terms if weight])

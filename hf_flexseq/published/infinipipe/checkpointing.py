@@ -1,5 +1,4 @@
-"""InfiniPipe's checkpointing program (arXiv 2509.21275, equations 15 to 20), solved by HiGHS
-through PuLP.
+"""InfiniPipe's checkpointing program (arXiv 2509.21275, equations 15 to 20), solved by HiGHS.
 
 C_j is how many layers are recomputed by every backward on diagonal j of the pipeline: the k-th
 backward of stage p is on diagonal k + P - p. A layer recomputed on one stage delays all others as
@@ -16,8 +15,9 @@ thread and a fixed seed. The paper solves the program with SCIP.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-import pulp
+import highspy
 
 from hf_flexseq.published.infinipipe.chunking import Moment
 
@@ -39,29 +39,21 @@ def solve(
             return None
 
     # 2. the program
-    program = pulp.LpProblem("checkpointing", pulp.LpMinimize)
-    layers = []
-    for diagonal in range(variables):
-        layers.append(program.add_variable(f"C{diagonal}", 0, most, pulp.LpInteger))
-    program += pulp.lpSum(layers)
-    program += pulp.lpSum(layers) <= limit
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.silent()
+    options = {"mip_rel_gap": GAP, "mip_max_nodes": NODES, "random_seed": 1}
+    for option, value in {**options, "threads": 1, "parallel": "off"}.items():
+        solver.setOptionValue(option, value)
+    layers = [solver.addIntegral(0, most, obj=1) for _ in range(variables)]
+    solver.addConstr(solver.qsum(layers) <= limit)
     for excess, terms in moments:
-        weighted = [(layers[diagonal], saved / excess) for diagonal, saved in terms]
-        program += pulp.LpAffineExpression(weighted) >= 1
+        weighted = [saved / excess * layers[diagonal] for diagonal, saved in terms]
+        solver.addConstr(solver.qsum(weighted) >= 1)
 
     # 3. its solution
-    solver = pulp.HiGHS(
-        msg=False, gapRel=GAP, threads=1, random_seed=1, mip_max_nodes=NODES, parallel="off"
-    )
-    solver.createAndConfigureSolver(program)
-    solver.buildSolverModel(program)
-    solver.callSolver(program)
-    # Taken from HiGHS itself: PuLP cannot read what a count of nodes ended.
-    values = list(program.solverModel.getSolution().col_value)
-    if values:
-        chosen = tuple(round(values[variable.index]) for variable in layers)
-    else:
-        chosen = (0,) * variables
+    solver.solve()
+    values = list(solver.getSolution().col_value)
+    chosen = tuple(round(value) for value in values) or (0,) * variables
 
     # 4. checked in integers, since the solver's tolerances are not
     if sum(chosen) > limit:

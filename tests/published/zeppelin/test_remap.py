@@ -3,7 +3,7 @@ decision by the cost model, and what every rank then holds."""
 
 from dataclasses import replace
 
-import pulp
+import highspy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,19 +27,17 @@ def optimum(tokens: list[int], topology: Topology) -> tuple[int, int]:
     even to within one; crossing a node counts a hundredfold."""
     world, share = len(tokens), sum(tokens) // len(tokens)
     ranks = range(world)
-    program = pulp.LpProblem("transport", pulp.LpMinimize)
-    x = [
-        [program.add_variable(f"x{i}_{j}", 0, None, pulp.LpInteger) for j in ranks] for i in ranks
-    ]
-    more = [program.add_variable(f"m{j}", cat=pulp.LpBinary) for j in ranks]
+    solver = highspy.Highs()
+    solver.silent()
+    x = [[solver.addIntegral() for _ in ranks] for _ in ranks]
+    more = [solver.addBinary() for _ in ranks]
     pairs = [(i, j) for i in ranks for j in ranks if i != j]
     crosses = {(i, j): topology.node_of(i) != topology.node_of(j) for i, j in pairs}
-    program += pulp.lpSum((100 if crosses[i, j] else 1) * x[i][j] for i, j in pairs)
     for i in ranks:
-        program += pulp.lpSum(x[i]) == tokens[i]
-        program += pulp.lpSum(row[i] for row in x) == share + more[i]
-    program.solve(pulp.HiGHS(msg=False))
-    moved = {(i, j): round(x[i][j].value()) for i, j in pairs}
+        solver.addConstr(solver.qsum(x[i]) == tokens[i])
+        solver.addConstr(solver.qsum(row[i] for row in x) == share + more[i])
+    solver.minimize(solver.qsum((100 if crosses[i, j] else 1) * x[i][j] for i, j in pairs))
+    moved = {(i, j): round(solver.val(x[i][j])) for i, j in pairs}
     return sum(moved.values()), sum(moved[pair] for pair in pairs if crosses[pair])
 
 
