@@ -29,6 +29,7 @@ from tests.hf.plain import dataset, float64_loss
 from tests.hf.tiny import refused, tiny_llama
 from tests.hf.trainers import trainer_of, weights_apart, word_tokenizer
 from tests.ranks import run_ranks
+from tests.versions import since
 
 CAUSAL = {"task_type": "CAUSAL_LM"}
 LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -196,6 +197,7 @@ NOT_IN_TRL = {
 
 
 @pytest.mark.skipif(untested("peft") is not None, reason="the tables hold for tested versions")
+@since("peft", "0.20", "methods that have gone")
 def test_every_method_of_peft_is_in_a_table():
     of_tables = EXACT | REFUSED.keys() | PROMPTS
     assert {kind.value for kind in PeftType} <= of_tables
@@ -318,6 +320,7 @@ def test_adapters_train_as_under_the_plain_trainers(cases, tmp_path):
 # ---- parameters that share memory
 
 
+@since("peft", "0.20", "adapters of tied embeddings are trained apart")
 def test_adapters_that_share_memory_are_refused(tmp_path):
     """Under DDP the plain Trainer, too, ends far from one process: by 0.7 of the update here."""
     options = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
