@@ -138,8 +138,8 @@ def parse_json(text: str, limits: Limits = DEFAULT_LIMITS) -> Any:
     """Return the JSON value in `text`.
 
     Raises ValueError for invalid JSON, NaN and infinity, repeated keys, numbers of thousands of
-    digits, values nested deeper than Python's parser goes, and more lists and objects than fit into
-    memory.
+    digits, values nested deeper than Python's parser goes, and more lists and objects than memory
+    holds.
     """
     containers = text.count("[") + text.count("{")
     most = max(1000, limits.bytes // BYTES_PER_CONTAINER)
