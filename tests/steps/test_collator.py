@@ -381,6 +381,8 @@ def test_refuses_masks_that_no_labels_follow(masks, other, message):
         (labels_by("assistant_masks", last=3), OF_ASSISTANT, [-100, 3, -100]),
         (labels_by("completion_mask", first=1), OF_COMPLETION, [3, 4, -100]),
         (labels_by("completion_mask", start=[9]), OF_COMPLETION, [-100, -100, 3, 4, -100]),
+        # neither end has the tokens of the mask
+        (labels_by("completion_mask", last=3, start=[9]), OF_COMPLETION, [-100, -100, 3, -100]),
         (
             labels_by("assistant_masks"),
             OF_ASSISTANT | {"completion_mask": [0, 1, 1, 1]},
