@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, GradientAccumulationPlugin
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
@@ -269,6 +270,38 @@ def test_a_loop_trains_as_under_ddp(stage, accumulation):
     for _, found, held_out in run_ranks(loop, 2, stage, accumulation, seconds=60):
         assert distance(wanted, found) < 2e-6 * update
         assert held_out == pytest.approx(loss, rel=1e-6)
+
+
+def adapted_loop(rank, world_size, folder):
+    """An adapter's matrices before and after two steps, on a model that transformers has sharded:
+    every rank has them whole, and draws others."""
+    model = loaded(folder, fsdp_size=world_size) if world_size > 1 else tiny_llama()
+    torch.manual_seed(rank)
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = get_peft_model(model, config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+    engine.attach(model)
+    start = [parameter.detach().numpy().copy() for parameter in trained]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    for number in range(2):
+        batches = own_batches(documents(OF_LOOP, seed=number), rank, world_size)
+        for step in engine.steps(batches, 2, first_number=number):
+            step.backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.detach()
+    return start, [parameter.detach().numpy() for parameter in trained]
+
+
+def test_a_loop_trains_adapters_on_sharded_weights_as_one_process_does(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    by_rank = run_ranks(adapted_loop, 2, tmp_path)
+    start, wanted = adapted_loop(0, 1, tmp_path)
+    for first, found in by_rank:
+        for here, there, weight, former in zip(first, found, wanted, start, strict=True):
+            assert (here == former).all()
+            assert abs(there - weight).max() < 1e-7 * abs(weight - former).max()
 
 
 # ---- policies of FSDP2 and HSDP
