@@ -33,6 +33,7 @@ import numpy as np
 from hf_flexseq.cost.kernels import FloatArray
 from hf_flexseq.planner.lower_bound import step_bound_ns
 from hf_flexseq.planner.problem import NEVER, Problem, make_problem
+from hf_flexseq.planner.solver import new_solver
 from hf_flexseq.planner.task import PlanTask
 
 LONG_ROWS = 24  # rows that are not divisible
@@ -71,10 +72,7 @@ class _Program:
         self.problem = problem
         self.constant_ns = count * problem.constant
         self.unit_ns = max(1, known_ns - self.constant_ns)
-        self.solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        self.solver.silent()
-        for option, value in (("time_limit", SECONDS), ("mip_rel_gap", GAP), ("threads", 1)):
-            self.solver.setOptionValue(option, value)
+        self.solver = new_solver(time_limit=SECONDS, mip_rel_gap=GAP)
         # 1. [items, shapes] figures of long rows, then of classes of equal area
         self.degrees = np.array([degree for degree, _ in problem.blocks.shapes], dtype=np.float64)
         self.tokens = problem.lengths[:, None]

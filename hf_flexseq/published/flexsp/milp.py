@@ -36,6 +36,7 @@ import highspy
 import numpy as np
 
 from hf_flexseq.cost import Int64Array
+from hf_flexseq.planner.solver import new_solver
 from hf_flexseq.published.aligned_groups import Slots
 
 # Relative distance to the optimum at which the solver may stop.
@@ -82,11 +83,8 @@ def solve(task: GroupingTask, start: Chosen, *, gap: float = GAP, nodes: int = N
     if len(task.counts) * sum(task.copies) > INTEGERS:
         return start
     # 1. A solver with fixed limits.
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.silent()
-    options = {"mip_rel_gap": gap, "mip_max_nodes": nodes, "random_seed": 1}
-    for option, value in {**options, "threads": 1, "parallel": "off"}.items():
-        solver.setOptionValue(option, value)
+    limits = {"mip_rel_gap": gap, "mip_max_nodes": nodes}
+    solver = new_solver(**limits, random_seed=1, parallel="off")
     solver.setCallback(_Patience(), None)
     solver.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
     # 2. The program and a start.

@@ -15,10 +15,8 @@ thread and a fixed seed. The paper solves the program with SCIP.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import highspy
-
+from hf_flexseq.planner.solver import new_solver
 from hf_flexseq.published.infinipipe.chunking import Moment
 
 GAP = 0.02  # the paper's: how far the solution may be above the proven bound
@@ -39,11 +37,8 @@ def solve(
             return None
 
     # 2. the program
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.silent()
-    options = {"mip_rel_gap": GAP, "mip_max_nodes": NODES, "random_seed": 1}
-    for option, value in {**options, "threads": 1, "parallel": "off"}.items():
-        solver.setOptionValue(option, value)
+    limits = {"mip_rel_gap": GAP, "mip_max_nodes": NODES}
+    solver = new_solver(**limits, random_seed=1, parallel="off")
     layers = [solver.addIntegral(0, most, obj=1) for _ in range(variables)]
     solver.addConstr(solver.qsum(layers) <= limit)
     for excess, terms in moments:
