@@ -15,6 +15,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
 from tests.budget import others_nightly
@@ -312,23 +313,60 @@ def test_a_hook_on_one_rank_keeps_the_rows_of_all_ranks_apart(tmp_path):
     assert run_cases(with_a_hook, 2, [(tmp_path,)], seconds=100) == [[0, 0]]
 
 
-def with_noise(rank, world_size, folder):
+def noisy(module, args, output):
+    return output + 0.01 * torch.randn_like(output)
+
+
+def with_noise(rank, world_size, folder, library):
+    """Train by DPO with noise of a library's, or of the user's where None is given."""
     datasets.disable_progress_bars()
     given = {"train_dataset": long_pairs(16), "eval_dataset": long_pairs(4)}
     trainer = make_trainer(Case(kind="dpo", steps=1, flexseq=WIDE), True, folder, **given)
-
-    def noisy(module, args, output):
-        return output + 0.01 * torch.randn_like(output)
-
+    noisy.__module__ = library or __name__
     trainer.model.get_input_embeddings().register_forward_hook(noisy)
-    trainer.train()
+    return spared(trained(trainer))
 
 
 @pytest.mark.processes
 def test_noise_that_nothing_announced_ends_training(tmp_path):
     save_inputs(tmp_path)
     with pytest.raises(AssertionError, match="draws random numbers, once for a token"):
-        run_cases(with_noise, 1, [(tmp_path,)], seconds=100)
+        run_cases(with_noise, 1, [(tmp_path, "peft")], seconds=100)
+    assert run_cases(with_noise, 1, [(tmp_path, None)], seconds=100) == [[0]]
+
+
+class CountsLabels(Trainer):
+    """Its figures depend on labels, which rows that share a token need not all have."""
+
+    def flexseq_figures(self, outputs, inputs):
+        return {"has_label": (inputs["labels"][0] != IGNORE_INDEX).double()}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        self.counted = (
+            int(outputs.has_label.sum()),
+            int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum()),
+        )
+        return -outputs.log_probs.sum() / num_items_in_batch
+
+
+def of_ones_own(outputs, labels, num_items_in_batch=None):
+    return -outputs.log_probs.sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize("code", ["none", "figures", "hook"])
+def test_a_loss_of_ones_own_shares_prefixes_unless_code_of_its_owner_sees_tokens(tmp_path, code):
+    settings = {"train_dataset": rows_alike(STEP), "batch": STEP, "max_steps": 1, "flexseq": WIDE}
+    if code == "figures":
+        trainer = trainer_of(CountsLabels, tmp_path, **settings)
+    else:
+        trainer = trainer_of(Trainer, tmp_path, compute_loss_func=of_ones_own, **settings)
+    if code == "hook":
+        trainer.model.get_input_embeddings().register_forward_hook(lambda *args: None)
+    assert (spared(trained(trainer)) > 0) == (code == "none")
+    if code == "figures":
+        found, wanted = trainer.counted
+        assert found == wanted
 
 
 # ---- TRL's SFTTrainer

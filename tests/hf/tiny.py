@@ -87,6 +87,7 @@ def loadable(cls):
             with_torch_norms(self)
 
     Loadable.__name__ = cls.__name__  # by which transformers chooses the loss
+    Loadable.__module__ = cls.__module__  # so that it does not count as code of the user's
     return Loadable
 
 

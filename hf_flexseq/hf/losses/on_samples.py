@@ -59,7 +59,8 @@ from hf_flexseq.hf.losses.step_loss import (
 )
 from hf_flexseq.hf.losses.trainers import Foreseen
 from hf_flexseq.hf.model.facts import base_model
-from hf_flexseq.hf.model.loss_kinds import rolls_out
+from hf_flexseq.hf.model.loss_kinds import FIGURES, rolls_out
+from hf_flexseq.hf.model.shared_prefixes import USERS_CODE
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.figure_passes import FigurePasses, difference_of
 from hf_flexseq.steps.inputs import Inputs
@@ -88,6 +89,14 @@ class LossOnSamples(StepLoss):
         self._equals_reference = True  # unless a step has shown otherwise; alike on all ranks
         self._trial = SumTrial(lambda: trainer.model, engine.communicator.cpu_group)
         self._sum = SumOverTokens() if self._head.is_own else None
+        engine.reason_of_loss = self._reason_not_shared
+
+    def _reason_not_shared(self) -> str | None:
+        """Return why the loss keeps rows from sharing prefixes, or None: a token that rows share
+        may have a label in some of them alone, and gets the sum of their gradients."""
+        self._trial.look(self._engine.whole_model)  # callbacks have come between
+        reads_tokens = self._trial.has_code or hasattr(self._trainer, FIGURES)
+        return USERS_CODE if reads_tokens else None
 
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError for ranks with different numbers of batches. Collective."""
