@@ -1,23 +1,23 @@
-"""The weights of a pipeline as one ordinary HF checkpoint.
+"""The weights of a pipeline, written as one ordinary HF checkpoint.
 
     model-00001-of-00002.safetensors   each stage's tensors under their global names, by one of its
                                        ranks: a tied tensor once, a sharded tensor whole
     model.safetensors.index.json       which file has which tensor, by rank 0
 
-All ranks read and write one folder, so the file system must be shared. Files of an earlier save
-that do not belong to this one are removed first: an index and a `model.safetensors` side by side
-would leave open which one counts.
+All ranks write one folder, so the file system must be shared. Files of an earlier save that do not
+belong to this one are removed first: an index and a `model.safetensors` side by side would leave
+open which one counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hf_flexseq.checkpoints.files import stored_tensors, write_json, write_tensors
-from hf_flexseq.checkpoints.shards import read_own, whole
-from hf_flexseq.checkpoints.weight_files import INDEX, files_by_tensor
+from hf_flexseq.checkpoints.files import write_json, write_tensors
+from hf_flexseq.checkpoints.shards import whole
+from hf_flexseq.checkpoints.weight_files import INDEX
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.pipeline.stages import Stage
 
@@ -29,7 +29,7 @@ _WRITTEN = ("model*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMember:
-    """A rank as a member of its stage: everything needed to read and write its checkpoints."""
+    """A rank as a member of its stage: everything needed to write its checkpoints."""
 
     stage: Stage
     """This rank's part of the model."""
@@ -46,18 +46,22 @@ class StageMember:
         return self.index == 0
 
 
-# ---- writing
+Tensors = dict[str, torch.Tensor]  # by global name
 
 
-def save_stage(member: StageMember, folder: str) -> None:
-    """Write the stage's part of the checkpoint, by one of its ranks. Collective over the world."""
+def save_stage(member: StageMember, folder: str, as_stored: Callable[[Tensors], Tensors]) -> None:
+    """Write the stage's part of the checkpoint, by one of its ranks. Collective over the world.
+
+    as_stored: turns a model's tensors into those of its checkpoints, such as a tensor of all
+        experts into one tensor per expert.
+    """
     path = Path(folder)
     stage = member.stage
     communicator = member.communicator
 
     # 1. who writes what: each rank's file, and the bytes of each tensor in it
     file = FILE.format(part=stage.index + 1, parts=stage.count)
-    tensors = _owned_tensors(member)
+    tensors = as_stored(_owned_tensors(member))
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     written = communicator.cpu_group.gather_values((file, sizes))
 
@@ -75,7 +79,7 @@ def save_stage(member: StageMember, folder: str) -> None:
     communicator.cpu_group.barrier()
 
 
-def _owned_tensors(member: StageMember) -> dict[str, torch.Tensor]:
+def _owned_tensors(member: StageMember) -> Tensors:
     """Return the stage's whole tensors by global name on the rank that writes them, {} elsewhere;
     the first stage's copy of a tied one. Collective over ranks that share the parameters."""
     stage = member.stage
@@ -121,25 +125,3 @@ def _save_config(stage: Stage, path: Path) -> None:
     )
     if model.can_generate():
         model.generation_config.save_pretrained(path)
-
-
-# ---- reading
-
-
-def load_stage(stage: Stage, folder: str) -> None:
-    """Read the stage's tensors from any HF checkpoint in safetensors. Raises ValueError without
-    them."""
-    path = Path(folder)
-    files = files_by_tensor(path)
-    renamed = stage.renamed()
-    own = {}  # by global name
-    for name, tensor in stage.stack.model.state_dict(keep_vars=True).items():
-        own[renamed.get(name, name)] = tensor
-    missing = sorted(own.keys() - files.keys())
-    if missing:
-        raise ValueError(
-            f"{folder} has no {', '.join(missing)}: it is not a checkpoint of this model"
-        )
-    with torch.no_grad():
-        for name, stored in stored_tensors(path, {name: files[name] for name in own}):
-            read_own(stored, own[name])  # [own rows, ...]

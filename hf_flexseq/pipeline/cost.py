@@ -176,14 +176,14 @@ def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int, mixed: bool)
     sizes = stage.sizes
     state_bytes = cost.state_bytes + cost.sharded_state_bytes  # of the whole model
     # The first rank has the embedding, which is as large as the head.
-    model_weights = sum(sizes.layers) + 2 * sizes.head
+    model_weights = sum(sizes.held) + 2 * sizes.head
     of_layers = _held_of_state(sharded_over, mixed=mixed, casts=mixed)
     of_ends = _held_of_state(sharded_over, mixed=mixed, casts=False)
     memory_limit = []
     for index in range(stage.count):
         held_weights = 0.0  # so many weights have as much state as the rank holds
         for start, stop in stage.spans[index :: stage.count]:
-            held_weights += of_layers * sum(sizes.layers[start:stop])
+            held_weights += of_layers * sum(sizes.held[start:stop])
         if index in (0, stage.count - 1):
             held_weights += of_ends * sizes.head
         left = int(cost.budget_bytes - state_bytes * held_weights / model_weights)

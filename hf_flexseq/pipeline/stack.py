@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_flexseq.hf.model.facts import expert_counts
 from hf_flexseq.pipeline.divide import NONE
 
 # Names of a decoder's last norm.
@@ -55,10 +56,11 @@ class View(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Counts of the numbers that multiply each token."""
+    """Counts of weights."""
 
-    layers: tuple[int, ...]  # of every layer
+    layers: tuple[int, ...]  # of every layer: those that multiply a token
     head: int  # of the LM head
+    held: tuple[int, ...]  # of every layer: all, with the experts that a token passes by
 
 
 class Stack:
@@ -108,6 +110,11 @@ class Stack:
     def norm(self) -> nn.Module:
         return self.decoder.get_submodule(self.norm_name)
 
+    @property
+    def _text_config(self) -> Any:
+        config: Any = getattr(self.model, "config", None)
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
     def tied_name(self) -> str | None:
         """Return the name of the tensor [vocabulary, hidden_size] tied to both ends, or None."""
         embedding = getattr(self.embedding, "weight", None)
@@ -122,15 +129,19 @@ class Stack:
         return next(names)
 
     def sizes(self) -> LayerSizes:
-        """Return how many numbers multiply each token, in every layer and in the head."""
-        return LayerSizes(tuple(map(_weights, self.layers)), _weights(self.head))
+        """Return how many weights each layer and the head have."""
+        experts = (0, 0)
+        if self._text_config is not None:
+            experts = expert_counts(self._text_config)
+        return LayerSizes(
+            layers=tuple(_multiplying(layer, *experts) for layer in self.layers),
+            head=_multiplying(self.head, *experts),
+            held=tuple(sum(p.numel() for p in layer.parameters()) for layer in self.layers),
+        )
 
     def inseparable(self) -> range:
         """Return the layers from the first that stores shared keys to the last that reads them."""
-        config: Any = getattr(self.model, "config", None)
-        if hasattr(config, "get_text_config"):
-            config = config.get_text_config()
-        modes = list(getattr(config, "kv_sharing_modes", None) or ())
+        modes = list(getattr(self._text_config, "kv_sharing_modes", None) or ())
         readers = [layer for layer, mode in enumerate(modes) if mode not in (None, "store")]
         if not readers:
             return NONE
@@ -204,9 +215,16 @@ class Stack:
                     raise _no_stack(self.model, f"layers {first} and {index} share {name}")
 
 
-def _weights(module: nn.Module) -> int:
-    """Return how many weights multiply each token in `module`: the elements of its matrices."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 2)
+def _multiplying(module: nn.Module, experts: int, active: int) -> int:
+    """Return how many weights multiply each token in `module`: the elements of its matrices, and
+    of `experts` those of the `active` ones that work on a token."""
+    count = 0
+    for name, parameter in module.named_parameters():
+        if experts and ".experts." in name:
+            count += parameter.numel() * active // experts
+        elif parameter.dim() == 2:
+            count += parameter.numel()
+    return count
 
 
 def _name_of(parent: nn.Module, child: nn.Module | None) -> str:

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.optimizer_files import named_state
+from hf_flexseq.checkpoints.weight_files import files_by_tensor
+from tests.hf.test_reach import make_model
 from tests.hf.tiny import VOCAB
 from tests.hf.trainers import update_error
 from tests.pipeline.test_trainer import (
@@ -39,11 +41,11 @@ STALE = (  # of earlier runs, with and without a pipeline
 )
 
 
-def run_from(folder, ranks, stages, options=None, *, tied=True, resume=None):
+def run_from(folder, ranks, stages, options=None, *, tied=True, resume=None, make=model_of):
     """The weights of a run, which saves after each of its two steps, or goes on from the first.
     The sequences per step stay the same: two ranks draw twice as many each as four."""
     options = {**OPTIONS, "batch": 4 // ranks, **(options or {})}
-    return joined(run_ranks(saved_run, ranks, folder, stages, tied, options, resume))
+    return joined(run_ranks(saved_run, ranks, folder, stages, tied, options, resume, make))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -117,11 +119,26 @@ def test_resumed_on_any_number_of_stages_it_goes_on_as_before(tmp_path, first, t
         assert update_error(before, weights, found) < 1e-8, case
 
 
+def mixture_of(tied, seed=0):
+    """A mixture of experts, whose files have a tensor per expert."""
+    return make_model("Qwen3Moe", num_hidden_layers=LAYERS)
+
+
+def test_experts_are_read_and_written_as_transformers_does(tmp_path):
+    weights = run_from(tmp_path, 1, 1, make=mixture_of)
+    before = {n: p.detach().numpy() for n, p in mixture_of(False).named_parameters()}
+    checkpoint = f"{tmp_path}/checkpoint-1"
+    found = run_from(tmp_path / "stages", 2, 2, make=mixture_of, resume=checkpoint)
+    assert update_error(before, weights, found) < 1e-5
+    names = [set(files_by_tensor(tmp_path / of / "checkpoint-2")) for of in ("", "stages")]
+    assert names[0] == names[1]
+    assert "model.layers.0.mlp.experts.0.up_proj.weight" in names[0]
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    model_of(True).save_pretrained(tmp_path / "checkpoint-1")
-    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
-    (tmp_path / "checkpoint-1" / "model.safetensors.index.json").write_text(json.dumps(index))
-    message = r"ValueError: .* has no model.embed_tokens.weight, model.layers.\d"
+    smaller = model_of(True, num_hidden_layers=LAYERS - 1)
+    smaller.save_pretrained(tmp_path / "checkpoint-1")
+    message = rf"ValueError: .* has no model.layers.{LAYERS - 1}.*, which this model has"
     with pytest.raises(AssertionError, match=message):
         run_from(tmp_path, 2, 2, resume=f"{tmp_path}/checkpoint-1")
 

@@ -10,6 +10,7 @@ from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.stages import cut
+from tests.hf.test_reach import make_model
 from tests.hf.tiny import tiny_llama
 
 COST = PRESETS["flexsp-gpt-7b-a100"]
@@ -90,3 +91,22 @@ def test_a_stage_that_a_file_leaves_out_is_named():
     record["stages"][1] = None
     with pytest.raises(ValueError, match="stages, not the cost of a stage: expected a JSON obj"):
         PipelineCost.from_record(record)
+
+
+def test_stages_hold_all_experts_and_compute_with_the_active_ones():
+    """Two of eight: their weights divide the layers, all weights fill the memory."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    stage = cut(make_model("Qwen3Moe", num_hidden_layers=4, vocab_size=64, **sizes), 0, 4)
+    mlp = stage.own_layers[0].mlp
+    experts = sum(p.numel() for p in mlp.experts.parameters())
+    held = sum(p.numel() for p in stage.own_layers[0].parameters())
+    vectors = sum(p.numel() for p in stage.own_layers[0].parameters() if p.dim() == 1)
+    assert stage.sizes.held == (held,) * 4
+    assert stage.sizes.layers == (held - vectors - experts * 6 // 8,) * 4
+    assert stage.spans == ((0, 1), (1, 2), (2, 3), (3, 4))
+    cost = replace(COST, budget_bytes=1e15)
+    rooms = room_bytes(cost, stage, sharded_over=1, mixed=False)
+    state = 1e15 - rooms[1]  # of a layer
+    weights = 4 * held + 2 * stage.sizes.head
+    total = cost.state_bytes + cost.sharded_state_bytes
+    assert state == pytest.approx(total * held / weights, abs=2)

@@ -128,13 +128,13 @@ def pipeline_run(rank, world_size, folder, stages, tied, options, evaluates=True
     return weights_of(trainer), trainer.state.log_history, evaluated
 
 
-def saved_run(rank, world_size, folder, stages, tied, options, resume=None):
+def saved_run(rank, world_size, folder, stages, tied, options, resume=None, make=model_of):
     """A run that saves after its first step, or goes on from a checkpoint of one."""
     seed = 0
     if resume is not None:
         seed = 99  # other weights: they are read
         torch.manual_seed(seed)
-    model = model_of(tied, seed=seed)
+    model = make(tied, seed=seed)
     trainer = make_trainer(model, folder, stages, save_strategy="steps", save_steps=1, **options)
     trainer.train(resume_from_checkpoint=resume)
     return weights_of(trainer), trainer.state

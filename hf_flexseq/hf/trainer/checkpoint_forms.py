@@ -233,9 +233,18 @@ def is_read_by_transformers(trainer: Trainer) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def load_weights(model: PreTrainedModel, folder: str, communicator: Communicator) -> None:
+def load_weights(
+    model: PreTrainedModel,
+    folder: str,
+    communicator: Communicator,
+    *,
+    loader: type[PreTrainedModel] | None = None,
+    **options: Any,
+) -> None:
     """Read the weights of a checkpoint into the model. Collective over the world.
 
+    loader: class of the second model, if it is another one than the model's.
+    options: of its `from_pretrained`.
     Raises ValueError, on all ranks, when they are not the weights of this model.
     """
     gather = communicator.cpu_group.gather_values
@@ -246,7 +255,7 @@ def load_weights(model: PreTrainedModel, folder: str, communicator: Communicator
         _check_shapes(model, path)
     looking.raise_on_all_ranks(gather, f"looking at the weights in {folder}")
     with ErrorCapture() as loading:
-        _copy(_read(model, path), model, path)
+        _copy(_read(model, path, loader or unsharded_class(model), options), model, path)
     gc.collect()  # FSDP2's hooks refer to their modules, which would keep the second model
     loading.raise_on_all_ranks(gather, f"loading the weights in {folder}")
 
@@ -280,28 +289,33 @@ def _stored(path: Path, names: Any) -> Iterator[tuple[str, Any]]:
     return stored_tensors(path, files)
 
 
-def _read(model: PreTrainedModel, path: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _read(
+    model: PreTrainedModel, path: Path, kind: type[PreTrainedModel], options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a second model with the weights of a checkpoint, and transformers' loading report. It
     is sharded as `model` is, unless transformers would mix up rows of it."""
     is_sharded = is_sharded_at_load(model)
-    second, found = _second_model(model, path, is_sharded=is_sharded)
+    second, found = _second_model(model, path, kind, options, is_sharded=is_sharded)
     if is_sharded and misplaced_parts(second) is not None:
         del second
-        second, found = _second_model(model, path, is_sharded=False)
+        second, found = _second_model(model, path, kind, options, is_sharded=False)
     return second, found
 
 
 def _second_model(
-    model: PreTrainedModel, path: Path, *, is_sharded: bool
+    model: PreTrainedModel,
+    path: Path,
+    kind: type[PreTrainedModel],
+    options: Mapping[str, Any],
+    *,
+    is_sharded: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a second model, and transformers' loading report. A sharded one uses the meshes of
     `model`: no process group is made."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # it computes nothing
-    kind = unsharded_class(model)
-    options: dict[str, Any] = {}
     if is_sharded:
-        options["distributed_config"] = config.distributed_config
+        options = {**options, "distributed_config": config.distributed_config}
         members = {
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,

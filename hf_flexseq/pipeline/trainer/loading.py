@@ -10,6 +10,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.hf.model.sharding import unsharded_class
+from hf_flexseq.hf.trainer.checkpoint_forms import load_weights
 from hf_flexseq.pipeline.stages import Stage, cut
 
 STAGE = "_flexseq_stage"  # where a model that was cut keeps its Stage
@@ -40,6 +43,21 @@ def load_stage_of(
     assert stage is not None, "the constructor of a cutting class keeps the stage"
     stage.stack.check_identity()
     return model
+
+
+def load_stage_weights(stage: Stage, folder: str, communicator: Communicator) -> None:
+    """Read the weights of a checkpoint into a stage. Collective over the world.
+
+    Raises ValueError, on all ranks, when they are not the weights of this model.
+    """
+    model = stage.stack.model
+    kind = unsharded_class(model)
+    names = {}
+    if stage.second_copy is not None:
+        names = _tied_names(kind)
+    virtual = len(stage.spans) // stage.count
+    loader = _cutting(kind, stage.index, stage.count, virtual)
+    load_weights(model, folder, communicator, loader=loader, key_mapping=names)
 
 
 def stage_of(model: PreTrainedModel) -> Stage | None:

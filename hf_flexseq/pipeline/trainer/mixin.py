@@ -7,8 +7,8 @@ of it:
 * `_wrap_model`: a thin wrapper of ours, which accelerate then leaves alone; accelerate prepares
   the optimizer only.
 * `_clip_grad_norm`, `_get_grad_norm`: over all stages.
-* `save_model`, `_save`, `_load_from_checkpoint`, `_load_best_model`: see
-  `hf_flexseq/pipeline/checkpoint.py`; `_save_optimizer_and_scheduler`,
+* `save_model`, `_save`: see `hf_flexseq/pipeline/checkpoint.py`; `_load_from_checkpoint`,
+  `_load_best_model`: see `loading.py`; `_save_optimizer_and_scheduler`,
   `_load_optimizer_and_scheduler`: see `hf_flexseq/pipeline/optimizer.py`.
 * `floating_point_ops`: of this stage, for all tokens that pass through it.
 
@@ -17,12 +17,14 @@ No override of the user's is called for any of these (`REPLACED`), so one is ref
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from hf_flexseq.base.versions import saves_on_writers
 from hf_flexseq.checkpoints.optimizer import WHOLE, WHOLE_SCHEDULER, is_named
@@ -31,7 +33,7 @@ from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.hf.trainer.checkpoint_forms import numbered_names
 from hf_flexseq.hf.trainer.trainer import FlexSeqMixin
 from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
-from hf_flexseq.pipeline.checkpoint import load_stage, save_stage
+from hf_flexseq.pipeline.checkpoint import save_stage
 from hf_flexseq.pipeline.optimizer import (
     load_stage_optimizer,
     save_stage_optimizer,
@@ -45,7 +47,7 @@ from hf_flexseq.pipeline.trainer.checks import (
 )
 from hf_flexseq.pipeline.trainer.engine import PipelineEngine
 from hf_flexseq.pipeline.trainer.fsdp import check_fsdp, take_over_fsdp
-from hf_flexseq.pipeline.trainer.loading import load_stage_of
+from hf_flexseq.pipeline.trainer.loading import load_stage_of, load_stage_weights
 from hf_flexseq.pipeline.trainer.loss import LossOfStages
 
 logger = logging.getLogger(__name__)
@@ -146,7 +148,8 @@ class PipelineMixin(FlexSeqMixin):
         """Write the weights, the tokenizer and the training arguments, as the Trainer does.
         Collective over the world."""
         folder = self.args.output_dir if output_dir is None else output_dir
-        save_stage(self.flexseq.member, folder)
+        model = self.flexseq.stage.stack.model
+        save_stage(self.flexseq.member, folder, partial(revert_weight_conversion, model))
         if not self.args.should_save:
             return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -157,13 +160,11 @@ class PipelineMixin(FlexSeqMixin):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Read the stage's weights. Raises ValueError for tensors that are missing."""
-        load_stage(self.flexseq.stage, resume_from_checkpoint)
+        load_stage_weights(self.flexseq.stage, resume_from_checkpoint, self.flexseq.communicator)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        logger.info("loading the best model from %s", best)
-        load_stage(self.flexseq.stage, best)
+        load_stage_weights(self.flexseq.stage, best, self.flexseq.communicator)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the state of optimizer and scheduler. Collective over the world."""
