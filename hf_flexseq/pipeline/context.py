@@ -4,7 +4,6 @@ context of a micro-batch.
 A chunk's row is [the part of a cut sequence | whole sequences], either of which may be missing:
 
     ChunkContext    the chunk on one stage, with the programs of its attention
-    ChunkLayout     the input of these programs: chunks of one layout share them
     ChunkAttention  its attention in one layer
     ChunkInLayer    the chunk in one run of a layer, for its recurrent calls
     CutZone         the part of a cut sequence, which also reads the carry
@@ -14,9 +13,8 @@ Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of
 """
 
 import functools
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -40,39 +38,6 @@ from hf_flexseq.program.tables import Tables
 from hf_flexseq.program.weave import ZoneSteps
 from hf_flexseq.program.zones import Sinks, ZoneAttention
 
-# Layouts whose programs a stage keeps: equal sequences are cut alike, in every step.
-KEPT_LAYOUTS = 64
-
-
-class ChunkLayout(NamedTuple):
-    """Composition of a chunk's row: its programs depend on nothing else."""
-
-    cut: int
-    """Tokens of the part of a cut sequence at the start of the row; 0 without one."""
-    whole: tuple[int, ...]
-    """Tokens of every whole sequence after it."""
-    sequences: tuple[int, ...]
-    """Ids of them all, which messages between ranks are named by; () for a rank alone."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of every slice of the row."""
-        return (self.cut, *self.whole) if self.cut else self.whole
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the row."""
-        return sum(self.lengths)
-
-
-# the layout of a chunk, the device that works on it -> the programs of its attention
-FindPrograms = Callable[[ChunkLayout, torch.device], MicroBatchPrograms]
-
-
-def programs_of_layouts(kernel: Kernel, sharing: Sharing | None) -> FindPrograms:
-    """Return the cached maker of a stage's programs by layout. sharing: None for a rank alone."""
-    return functools.lru_cache(maxsize=KEPT_LAYOUTS)(partial(_programs_of, kernel, sharing))
-
 
 class ChunkContext:
     """A chunk on a stage. A plain class, as `SequenceContext` is, and for the same reason."""
@@ -87,7 +52,7 @@ class ChunkContext:
         device: torch.device,
         *,
         states: StateCarry,
-        find_programs: FindPrograms,
+        kernel: Kernel,
         sharing: Sharing | None = None,
         checkpointed: frozenset[int] = frozenset(),
     ) -> None:
@@ -96,7 +61,7 @@ class ChunkContext:
         lengths: tokens per sequence of the plan
         carry: of the stage
         states: of the recurrent layers of the stage
-        find_programs: `programs_of_layouts` of the stage
+        kernel: of its attention
         sharing: with whom this rank shares the chunk's tokens; None when it has all
         checkpointed: layers, by index in the model, that drop their activations and compute them
             again in the backward
@@ -112,14 +77,12 @@ class ChunkContext:
         if cut is not None:
             self._cut = CutPart(Part(*cut, lengths[cut.sequence]), device)
 
-        # 2. this rank's tokens: all, a part of them, or a dummy token
-        self.tokens = chunk.tokens
-        if sharing is not None:
-            start, stop = sharing.part(chunk.tokens)
-            self.tokens = max(1, stop - start)
-
-        # 3. what the attention of all layers does with them
-        self.programs = find_programs(_layout_of(chunk, lengths, sharing), device)
+        # 2. what the attention of all layers does with the tokens of this rank
+        programs = _programs_of(chunk, 0 if cut is None else cut.tokens, kernel, sharing, device)
+        self.programs = programs
+        self.tokens = programs.parts.tokens
+        for one in chunk.slices if cut is None else chunk.slices[1:]:
+            assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
 
     def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "ChunkAttention":
         """Return the context of one layer's attention, by its index in the model. keeps_grad: True
@@ -136,77 +99,66 @@ class ChunkContext:
         return Carrying(self.states, (layer, call), self._cut.part, keeps_grad, runs_again)
 
 
-def _layout_of(chunk: Chunk, lengths: tuple[int, ...], sharing: Sharing | None) -> ChunkLayout:
-    """Return the layout of a chunk's row. lengths: tokens per sequence of the plan"""
-    part = chunk.cut(lengths)  # None without one
-    whole = chunk.slices if part is None else chunk.slices[1:]
-    for one in whole:
-        assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
-    return ChunkLayout(
-        cut=0 if part is None else part.tokens,
-        whole=tuple(one.tokens for one in whole),
-        sequences=() if sharing is None else tuple(one.sequence for one in chunk.slices),
-    )
-
-
 def _programs_of(
-    kernel: Kernel, sharing: Sharing | None, layout: ChunkLayout, device: torch.device
+    chunk: Chunk, cut: int, kernel: Kernel, sharing: Sharing | None, device: torch.device
 ) -> MicroBatchPrograms:
-    """Return the uncompiled programs of chunks of one layout. sharing: None for a rank alone."""
+    """Return the uncompiled programs of a chunk. cut: tokens of the part of a cut sequence at the
+    start of its row; 0 without one. sharing: None for a rank alone."""
     tables = Tables()
-    tokens = layout.tokens
+    rank, tokens, communicator = 0, chunk.tokens, None
     if sharing is not None:
-        start, stop = sharing.part(layout.tokens)
+        rank, communicator = sharing.ranks[sharing.index], sharing.communicator
+        start, stop = sharing.part(chunk.tokens)
         tokens = max(1, stop - start)  # a dummy token where this rank has no part
     parts = Parts(
-        rank=0 if sharing is None else sharing.ranks[sharing.index],
+        rank=rank,
         wide=kernel.wide_gradients,
         tables=tables,
         tokens=tokens,
-        zones=functools.cache(partial(_rank_zones, layout, tables, sharing)),
-        segments=functools.cache(partial(_rank_segments, layout, tables)),
+        zones=functools.cache(partial(_rank_zones, chunk, cut, tables, sharing)),
+        segments=functools.cache(partial(_rank_segments, chunk, cut, tables)),
     )
-    communicator = None if sharing is None else sharing.communicator
     return MicroBatchPrograms(parts, communicator, kernel, device)
 
 
 def _rank_zones(
-    layout: ChunkLayout, tables: Tables, sharing: Sharing | None, reach: Reach
+    chunk: Chunk, cut: int, tables: Tables, sharing: Sharing | None, reach: Reach
 ) -> tuple[ZoneAttention, ...]:
     """Return the zones of this rank's tokens. sharing: None for a rank alone."""
-    zones = _zones(layout, tables, reach)
+    zones = _zones(chunk, cut, tables, reach)
     if sharing is None:
         return tuple(zones)
-    shared = shared_chunk(layout.tokens, zones, sharing)
-    start, stop = sharing.part(layout.tokens)
+    shared = shared_chunk(chunk.tokens, zones, sharing)
+    start, stop = sharing.part(chunk.tokens)
     if start == stop:
         return (shared, whole_zone(slice(0, 1), (1,), tables))
     return (shared,)
 
 
-def _rank_segments(layout: ChunkLayout, tables: Tables) -> RankSegments:
+def _rank_segments(chunk: Chunk, cut: int, tables: Tables) -> RankSegments:
     """Return the segments of a rank that has whole chunks: each slice, as a sequence. Models with
     recurrent layers, which read them, have one rank per stage."""
-    sequences = layout.sequences or tuple(range(len(layout.lengths)))
+    sequences = tuple(one.sequence for one in chunk.slices)
     zone = Zone(
         group=Group(ranks=(0,), sequences=sequences, strategy="local"),
         index=0,
-        lengths=layout.lengths,
+        lengths=tuple(one.tokens for one in chunk.slices),
         slices=(),
         start=0,
-        stop=layout.tokens,
+        stop=chunk.tokens,
     )
-    return RankSegments((zone,), tables, goes_on=layout.cut > 0)
+    return RankSegments((zone,), tables, goes_on=cut > 0)
 
 
-def _zones(layout: ChunkLayout, tables: Tables, reach: Reach) -> list[ZoneAttention]:
+def _zones(chunk: Chunk, cut: int, tables: Tables, reach: Reach) -> list[ZoneAttention]:
     """Return the zones of the whole row: the part of a cut sequence, and whole sequences."""
     zones: list[ZoneAttention] = []
-    if layout.cut:
-        zones.append(CutZone(layout.cut))
-    if layout.whole:
-        rows = slice(layout.cut, layout.tokens)
-        zones.append(whole_zone(rows, layout.whole, tables, reach=reach))
+    whole = tuple(one.tokens for one in chunk.slices)
+    if cut:
+        zones.append(CutZone(cut))
+        whole = whole[1:]
+    if whole:
+        zones.append(whole_zone(slice(cut, chunk.tokens), whole, tables, reach=reach))
     return zones
 
 

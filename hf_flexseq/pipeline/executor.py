@@ -36,7 +36,7 @@ from hf_flexseq.attention.recurrent.carry import StateCarry
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.kernels import Kernel, lse_dtype
 from hf_flexseq.pipeline.carry import KVCarry
-from hf_flexseq.pipeline.context import ChunkContext, ChunkInLayer, programs_of_layouts
+from hf_flexseq.pipeline.context import ChunkContext, ChunkInLayer
 from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox, post_receives
 from hf_flexseq.pipeline.planning.plan import Action, PipelinePlan
 from hf_flexseq.pipeline.planning.walk import walk
@@ -77,7 +77,7 @@ class PipelineExecutor:
         self.neighbours = neighbours
         self.sharing = sharing
         self.carry = KVCarry(kernel)
-        self.find_programs = programs_of_layouts(kernel, sharing)
+        self.kernel = kernel
         self.states = StateCarry()
         self.weights = WeightGradients(stage.own_layers.values())
         for index, layer in stage.own_layers.items():
@@ -305,7 +305,7 @@ class _ChunkRun:
             self.executor.carry,
             self.device,
             states=self.executor.states,
-            find_programs=self.executor.find_programs,
+            kernel=self.executor.kernel,
             sharing=self.executor.sharing,
             checkpointed=frozenset(checkpointed),
         )

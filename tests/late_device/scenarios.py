@@ -16,7 +16,7 @@ from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.memory.store import HostStore
 from hf_flexseq.pipeline.carry import KVCarry
-from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
+from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
@@ -129,7 +129,7 @@ def run_chunks(ranks, *, checkpointed=False, layers=2, after=lambda: None):
             sharing = Sharing(communicator, tuple(range(ranks)), transport.rank)
         of_stage = {
             "states": StateCarry(),
-            "find_programs": programs_of_layouts(carry.kernel, sharing),
+            "kernel": carry.kernel,
             "sharing": sharing,
         }
         leaves, outs = [], []

@@ -3,7 +3,7 @@ them."""
 
 from itertools import pairwise
 
-from hf_flexseq.pipeline.planning.orders import interleaved
+from hf_flexseq.pipeline.planning.orders import one_forward_one_backward
 from hf_flexseq.pipeline.planning.plan import Action
 from hf_flexseq.pipeline.planning.walk import check
 from tests.pipelines import chunk_of, plan_of
@@ -24,7 +24,7 @@ def random_pipeline_plan(
         tuple(rng.randint(0, layers) for _ in chunks) for _ in range(stages * virtual)
     )
     if virtual > 1:
-        actions = interleaved([len(unit) for unit in order], stages, virtual)
+        actions = one_forward_one_backward([len(unit) for unit in order], stages, virtual)
     else:
         actions = [_actions(order, stage, stages) for stage in range(stages)]
     if split_weights:

@@ -10,7 +10,7 @@ from hf_flexseq.attention.recurrent.carry import StateCarry
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.kernels.cpu_flash import CpuFlash
 from hf_flexseq.pipeline.carry import KVCarry
-from hf_flexseq.pipeline.context import ChunkContext, programs_of_layouts
+from hf_flexseq.pipeline.context import ChunkContext
 from tests.attention.dense import dense_attention
 from tests.kernels.reference import Reference
 from tests.pipelines import chunk_of
@@ -48,9 +48,8 @@ def rows_of(slices):
     return torch.cat([torch.arange(offsets[i] + a, offsets[i] + b) for i, a, b in slices])
 
 
-def context_of(carry, slices, lengths=LENGTHS, find_programs=None):
-    find_programs = find_programs or programs_of_layouts(carry.kernel, None)
-    options = {"states": StateCarry(), "find_programs": find_programs}
+def context_of(carry, slices, lengths=LENGTHS):
+    options = {"states": StateCarry(), "kernel": carry.kernel}
     return ChunkContext(chunk_of(*slices), lengths, carry, CPU, **options)
 
 
@@ -114,24 +113,3 @@ def test_bfloat16_gradients_accumulate_in_float32():
     for out in outs[1::-1]:
         out.backward(torch.ones_like(out))
     carry.check_empty()
-
-
-def test_chunks_of_one_layout_share_programs_and_no_others_do():
-    lengths = (12, 12, 3, 3, 5)
-    kernel = Reference()
-    find_programs = programs_of_layouts(kernel, None)
-
-    def programs_of(*slices):
-        return context_of(KVCarry(kernel), slices, lengths, find_programs).programs
-
-    first = programs_of((0, 0, 4), (2, 0, 3))
-    # a later part, of another sequence, beside another sequence of the same length
-    assert programs_of((1, 4, 8), (3, 0, 3)) is first
-    others = [
-        programs_of((0, 0, 5), (2, 0, 3)),  # a longer part
-        programs_of((0, 0, 4), (4, 0, 5)),  # a longer sequence beside it
-        programs_of((0, 0, 7)),  # as many tokens in one part
-        programs_of((2, 0, 3)),  # whole, not a part
-        programs_of((0, 0, 3)),  # a part, not whole
-    ]
-    assert len({id(programs) for programs in (first, *others)}) == 6

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
 from hf_flexseq.pipeline.planning.cuts import TILE, UNEVEN, CutWork, cut, on_tiles
-from hf_flexseq.pipeline.planning.orders import interleaved, one_forward_one_backward
+from hf_flexseq.pipeline.planning.orders import one_forward_one_backward
 from hf_flexseq.pipeline.planning.plan import text
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.walk import check, check_memory, makespan_ns
@@ -250,7 +250,7 @@ def test_warm_up_bubble_and_memory_are_the_published_ones(ranks):
 @pytest.mark.parametrize("stages_per_rank", [2, 3])
 def test_interleaved_warm_up_and_bubble(ranks, k, stages_per_rank):
     sequences, stages = 8, ranks * stages_per_rank
-    actions = interleaved([k] * sequences, ranks, stages_per_rank)
+    actions = one_forward_one_backward([k] * sequences, ranks, stages_per_rank)
     plan = plan_of(actions, sizes=[k] * sequences, stages=stages)
     check(plan)
     for rank, own in enumerate(actions):
@@ -268,5 +268,5 @@ def test_units_of_any_sizes_take_turns(seed):
     rng = random.Random(seed)
     ranks, stages_per_rank, most = rng.randint(1, 8), rng.randint(1, 4), rng.choice([1, 2, 3, 20])
     sizes = [rng.randint(1, most) for _ in range(rng.randint(1, 14))]
-    actions = interleaved(sizes, ranks, stages_per_rank)
+    actions = one_forward_one_backward(sizes, ranks, stages_per_rank)
     check(plan_of(actions, sizes=sizes, stages=ranks * stages_per_rank))

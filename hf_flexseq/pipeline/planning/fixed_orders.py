@@ -5,7 +5,7 @@ seq1f1b    sequences in chunks (arXiv 2406.03488), also over several stages per 
 """
 
 from hf_flexseq.pipeline.planning.cuts import CutWork
-from hf_flexseq.pipeline.planning.orders import interleaved, one_forward_one_backward
+from hf_flexseq.pipeline.planning.orders import one_forward_one_backward
 from hf_flexseq.pipeline.planning.pack import chunked_units, whole_units
 from hf_flexseq.pipeline.planning.units import PipelineAnswer, PipelineTask
 from hf_flexseq.plan import PlanInfeasible
@@ -35,8 +35,5 @@ def chunked_pipeline(task: PipelineTask) -> PipelineAnswer:
         task.lengths, task.options.chunks or SEQ1F1B_CHUNKS, work, task.options.max_tokens
     )
     sizes = [len(unit) for unit in units]
-    if task.stages_per_rank == 1:
-        actions = one_forward_one_backward(sizes, task.ranks)
-    else:
-        actions = interleaved(sizes, task.ranks, task.stages_per_rank)
+    actions = one_forward_one_backward(sizes, task.ranks, task.stages_per_rank)
     return PipelineAnswer(units=units, actions=actions)

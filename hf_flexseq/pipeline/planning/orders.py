@@ -31,26 +31,14 @@ from hf_flexseq.pipeline.planning.plan import Action, Actions
 Name = tuple[int, int]  # (unit, index of the chunk inside the unit)
 
 
-def one_forward_one_backward(sizes: Sequence[int], ranks: int, first: int = 0) -> Actions:
-    """Return every rank's actions, with one stage per rank.
+def one_forward_one_backward(
+    sizes: Sequence[int], ranks: int, stages_per_rank: int = 1, first: int = 0
+) -> Actions:
+    """Return every rank's actions, on several stages in turns.
 
     sizes: how many chunks each unit has
     first: the number of the first unit
     """
-    largest = max(sizes, default=0)
-    forward_order = forward_names(sizes)
-    backward_order = backward_names(sizes)
-    lists = []
-    for rank in range(ranks):
-        forwards = [Action(rank, "F", first + unit, index) for unit, index in forward_order]
-        backwards = [Action(rank, "B", first + unit, index) for unit, index in backward_order]
-        warm_up = min(ranks - rank - 2 + largest, len(forwards))
-        lists.append(_paired(forwards, backwards, warm_up))
-    return tuple(lists)
-
-
-def interleaved(sizes: Sequence[int], ranks: int, stages_per_rank: int) -> Actions:
-    """Return every rank's actions on several stages in turns. sizes: chunks of each unit."""
     turns = _turns(sizes, ranks)
     # chunks from a unit's first forward on a rank to its last one on the rank's last stage
     longest_way = 0
@@ -60,6 +48,7 @@ def interleaved(sizes: Sequence[int], ranks: int, stages_per_rank: int) -> Actio
             way = (stages_per_rank - 1) * turn_chunks + sizes[unit] - 1
             longest_way = max(longest_way, way)
 
+    ahead = 1 if stages_per_rank == 1 else 2  # forwards of a warm-up for each rank behind
     lists = []
     for rank in range(ranks):
         stages = [rank + ranks * number for number in range(stages_per_rank)]
@@ -69,12 +58,12 @@ def interleaved(sizes: Sequence[int], ranks: int, stages_per_rank: int) -> Actio
             for stage in stages:
                 for unit in turn:
                     for index in range(sizes[unit]):
-                        forwards.append(Action(stage, "F", unit, index))
+                        forwards.append(Action(stage, "F", first + unit, index))
             for stage in reversed(stages):
                 for unit in turn:
                     for index in reversed(range(sizes[unit])):
-                        backwards.append(Action(stage, "B", unit, index))
-        warm_up = min(longest_way + 2 * (ranks - rank - 1), len(forwards))
+                        backwards.append(Action(stage, "B", first + unit, index))
+        warm_up = min(longest_way + ahead * (ranks - rank - 1), len(forwards))
         lists.append(_paired(forwards, backwards, warm_up))
     return tuple(lists)
 

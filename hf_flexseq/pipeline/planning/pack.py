@@ -1,7 +1,6 @@
 """Sequences into units: where long sequences are cut, and how short ones are packed.
 
-    whole_units      1F1B: whole sequences, packed up to the step's longest, first fit by falling
-                     length
+    whole_units      1F1B: whole sequences, packed up to the step's longest by best fit
     chunked_units    Seq1F1B on any lengths: the longest sequence in k chunks, the others in as
                      many as their work asks for, cut on tiles; short ones packed up to the
                      longest's largest chunk
@@ -20,6 +19,7 @@ from itertools import pairwise
 from hf_flexseq.pipeline.planning.cuts import CutWork, cut, on_tiles
 from hf_flexseq.pipeline.planning.units import Row, Unit, unit_of
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.planner.static import best_fit
 from hf_flexseq.planner.task import longest_first
 
 SLACK = 0.15  # share of its target that a part may exceed it by, before there is one more part
@@ -29,7 +29,7 @@ ROUNDING = 1e-9  # relative: a part of exactly the target's work must not become
 def whole_units(lengths: Sequence[int]) -> list[Unit]:
     """Return packs of whole sequences, none longer than the longest sequence."""
     longest = max(lengths, default=0)
-    rows = first_fit(longest_first(lengths), lengths, most_tokens=longest)
+    rows = _filled_rows(longest_first(lengths), lengths, most_tokens=longest)
     return [[row] for row in rows]
 
 
@@ -60,7 +60,7 @@ def chunked_units(
             short.append(sequence)
 
     # 3. the others are packed
-    for row in first_fit(short, lengths, most_tokens=chunk_tokens):
+    for row in _filled_rows(short, lengths, most_tokens=chunk_tokens):
         units.append([row])
     return units
 
@@ -83,31 +83,13 @@ def level_units(
     return units
 
 
-def first_fit(order: Sequence[int], lengths: Sequence[int], *, most_tokens: int) -> list[Row]:
-    """Return rows of whole sequences, each sequence in the first row that has room for it.
-
-    order: sequence ids; most_tokens: of a row, unless a sequence alone has more
-    """
-    rows: list[Row] = []
-    free_tokens: list[int] = []  # of each row
-    for sequence in order:
-        length = lengths[sequence]
-        index = _first_with_room(free_tokens, length)
-        if index is None:
-            index = len(rows)
-            rows.append([])
-            free_tokens.append(most_tokens)
-        rows[index].append(Slice(sequence, 0, length))
-        free_tokens[index] -= length
+def _filled_rows(order: Sequence[int], lengths: Sequence[int], *, most_tokens: int) -> list[Row]:
+    """Return rows of whole sequences by best fit. order: sequence ids, longest first."""
+    rows = []
+    for places in best_fit([lengths[sequence] for sequence in order], most_tokens):
+        sequences = [order[place] for place in places]
+        rows.append([Slice(sequence, 0, lengths[sequence]) for sequence in sequences])
     return rows
-
-
-def _first_with_room(free_tokens: Sequence[int], length: int) -> int | None:
-    """Return the first index with at least `length` free tokens; None without one."""
-    for index, free in enumerate(free_tokens):
-        if free >= length:
-            return index
-    return None
 
 
 def _level_rows(
