@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.cost.analytic_model import analytic_cost_model
+from hf_flexseq.cost.devices import DEVICES
 from hf_flexseq.cost.presets import PRESETS
+from hf_flexseq.cost.shapes import ModelShape
 from hf_flexseq.planner.task import PlanTask
 from hf_flexseq.published.aligned_groups import aligned_degrees, fit_together, rank_ranges
 from hf_flexseq.published.flexsp.buckets import bucketed
@@ -111,3 +114,13 @@ def test_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("hf_flexseq.base.registry.find_spec", lambda module: None)
     with pytest.raises(ValueError, match=r'needs highspy.*"hf_flexseq\[planner\]"'):
         planned([4], topology((1, 2)), MODEL, planner="flexsp")
+
+
+def test_groups_that_cannot_beat_the_known_solution_hold_nothing():
+    """A group's own seconds alone may exceed it, on processors for example."""
+    where = topology((1, 4))
+    sizes = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16}
+    shape = ModelShape(**sizes, intermediate=128, vocab=256, params=180_000)
+    cost = analytic_cost_model(shape, DEVICES["CPU"], where)
+    plan = planned([30, 20, 12, 9], where, cost, planner="flexsp")
+    assert plan.objective_s > 0

@@ -144,7 +144,7 @@ class _Program:
         column = self.group2column[p]
         in_memory = task.cap * task.degrees[column] // int(task.tokens[q])
         in_time = (self.in_hand - task.latency[column]) // int(task.times[q, column])
-        most = min(int(task.counts[q]), in_memory, in_time)
+        most = max(0, min(int(task.counts[q]), in_memory, in_time))
         return self.solver.addIntegral(0, most)
 
     def _constraints_of_groups(self) -> Iterator[Any]:
