@@ -26,7 +26,6 @@ Rejected: one policy for the run. Beside the longest sequences nothing can be he
 would not fit or all other steps would pay for them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -114,10 +113,18 @@ class FsdpFigures(Constants):
 
     # ---- the choice
 
-    def beside(self, plan: Plan, world_size: int, cost: CostModel | None = None) -> FsdpPolicy:
+    def beside(
+        self,
+        plan: Plan,
+        world_size: int,
+        cost: CostModel | None = None,
+        *,
+        held_tokens: int = 0,
+    ) -> FsdpPolicy:
         """Return the policy of fewest trips, then bytes, that fits the fullest micro-batch.
 
         cost: prices the micro-batches' choices for activations; None for a plan without any.
+        held_tokens: tokens whose memory a rank needs for something else, such as images.
         """
         most_tokens = 0.0  # as large as those of the choice that is set for the run
         for micro_batch in plan.micro_batches:
@@ -129,67 +136,26 @@ class FsdpFigures(Constants):
             most_tokens = max(most_tokens, tokens * size)
         fitting = [PLAIN]
         for policy in POLICIES:
-            if self.tokens_beside(policy) >= most_tokens:
+            if self.tokens_beside(policy) >= most_tokens + held_tokens:
                 fitting.append(policy)
         count = len(plan.micro_batches)
         return min(fitting, key=lambda policy: (policy.trips(count), self.held_bytes(policy)))
-
-    def candidates(
-        self,
-        lengths: Sequence[int],
-        world_size: int,
-        cost: CostModel,
-        max_tokens_per_rank: int | None,
-    ) -> list[tuple[FsdpPolicy, int]]:
-        """Return the policies that promise to be faster than the plain one, the fastest first,
-        each with the most tokens per rank.
-
-        The promise counts the constants of the fewest micro-batches that can hold all tokens, and
-        their trips. max_tokens_per_rank: the user's bound, which stays as it is: then a policy
-        must leave room for it. None for no bound.
-        """
-        plain_tokens = max_tokens_per_rank or cost.max_tokens_per_rank(world_size)
-        plain_s = self._least_s(PLAIN, sum(lengths), plain_tokens * world_size, cost)
-        faster = []
-        for policy in POLICIES:
-            tokens = self.tokens_beside(policy)
-            if max_tokens_per_rank is not None:
-                fits = tokens >= max_tokens_per_rank
-                tokens = max_tokens_per_rank
-            else:
-                fits = tokens >= 1
-                tokens = min(tokens, plain_tokens)
-            if policy == PLAIN or not fits:
-                continue
-            seconds = self._least_s(policy, sum(lengths), tokens * world_size, cost)
-            if seconds < plain_s:
-                faster.append((seconds, self.held_bytes(policy), policy, tokens))
-        faster.sort(key=lambda one: one[:2])
-        return [(policy, tokens) for _, _, policy, tokens in faster]
-
-    def _least_s(
-        self, policy: FsdpPolicy, tokens: int, micro_batch_tokens: int, cost: CostModel
-    ) -> float:
-        """Return the least seconds of constants and trips in a step of so many tokens."""
-        micro_batches = -(-tokens // micro_batch_tokens)
-        alone_s = cost.micro_batch_s - TRIPS * self.trip_s
-        return micro_batches * alone_s + policy.trips(micro_batches) * self.trip_s
 
     def beside_held(self, cost: CostModel, policy: FsdpPolicy, world_size: int) -> CostModel:
         """Return `cost` of ranks that follow a policy: with its trips, and with the memory that
         it leaves, which may be none."""
         states = cost.budget_bytes - cost.free_bytes(world_size)
         left = min(cost.free_bytes(world_size), self.free_bytes) - self.held_bytes(policy)
-        return replace(self.priced(cost, policy), budget_bytes=max(1.0, states + left))
+        saved_s = (TRIPS - policy.repeated_trips) * self.trip_s
+        return replace(
+            cost,
+            micro_batch_s=max(0.0, cost.micro_batch_s - saved_s),
+            budget_bytes=max(1.0, states + left),
+        )
 
     def once_s(self, policy: FsdpPolicy) -> float:
         """Return the seconds of the trips that a policy makes once in a step."""
         return (policy.trips(1) - policy.repeated_trips) * self.trip_s
-
-    def priced(self, cost: CostModel, policy: FsdpPolicy) -> CostModel:
-        """Return `cost` with only those trips in every micro-batch that the policy makes there."""
-        saved = (TRIPS - policy.repeated_trips) * self.trip_s
-        return replace(cost, micro_batch_s=max(0.0, cost.micro_batch_s - saved))
 
 
 # ---- trips

@@ -17,6 +17,7 @@ from hf_flexseq.cost.sharding import (
     trip_seconds,
 )
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.plan.facts import StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.process.jobs import GroupsJob
 from tests.costs import simple_cost
@@ -51,30 +52,17 @@ def test_the_fewest_trips_that_fit_beside_the_fullest_micro_batch(tokens, parame
     assert replace(FIGURES, parameter_bytes=parameter_bytes).beside(plan, 2) == policy
 
 
-# ---- before a step is planned
-
-
-def test_candidates_weigh_trips_against_more_micro_batches():
-    # plain: 4 micro-batches, 4 * 3.5 s. both: 300 tokens each, 14 of 0.5 s and 2 s. parameters
-    # kept: 700 tokens each, 6 of 1.5 s and 1 s.
-    assert FIGURES.candidates([100] * 40, 1, COST, None) == [(BOTH, 300), (KEEPS, 700)]
-    # with 1.5 s more beside trips: plain 4 * 5 s, both 14 * 2 s and 2 s, parameters kept 6 * 3 s
-    # and 1 s
-    slow = replace(COST, micro_batch_s=5.0)
-    assert FIGURES.candidates([100] * 40, 1, slow, None) == [(KEEPS, 700)]
-    # all fits one micro-batch, whatever is held: then least is held
-    assert FIGURES.candidates([100], 1, COST, None) == [(KEEPS, 700), (BOTH, 300)]
-    # nothing is promised where the cost model has no trips
-    assert replace(FIGURES, trip_s=0.0).candidates([100] * 40, 1, COST, 300) == []
-
-
 # ---- planning with them
 
 
-def planned_with(figures: FsdpFigures | None, lengths: list[int]) -> Any:
+def planned_with(
+    figures: FsdpFigures | None, lengths: list[int], *, held_tokens: int = 0, **changes: Any
+) -> Any:
+    """held_tokens: of images. changes: of the cost model."""
     one_rank = Topology(nodes=1, ranks_per_node=1)
-    job = GroupsJob(topology=one_rank, cost=COST, options=PlanOptions(), fsdp=figures)
-    return job.plan(lengths)
+    cost = replace(COST, **changes)
+    job = GroupsJob(topology=one_rank, cost=cost, options=PlanOptions(), fsdp=figures)
+    return job.plan(lengths, StepFacts(held_tokens=held_tokens))
 
 
 def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets():
@@ -83,18 +71,31 @@ def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets():
     assert plan.objective_s == pytest.approx(14 * 0.5, rel=1e-5)
     assert FIGURES.beside(plan, 1) == BOTH
     assert plan.notes[-1] == (
-        "FSDP2: planned for gradients reduced once, parameters gathered once, at most 300 tokens "
-        "a rank"
+        "FSDP2: planned for gradients reduced once, parameters gathered once"
     )
     plain = planned_with(None, [100] * 40)
     assert len(plain.micro_batches) == 4
     assert plain.objective_s == pytest.approx(4 * 3.5, rel=1e-5)
+    # with 1.5 s more beside trips fewer micro-batches are worth more than the gradients' trips
+    slow = planned_with(FIGURES, [100] * 40, micro_batch_s=5.0)
+    assert (len(slow.micro_batches), FIGURES.beside(slow, 1)) == (6, KEEPS)
+    # all fits one micro-batch, whatever is held: then least is held
+    assert FIGURES.beside(planned_with(FIGURES, [100]), 1) == KEEPS
+
+
+@pytest.mark.parametrize("held_tokens", [0, 100, 300, 650, 950])
+def test_images_take_memory_from_what_is_held(held_tokens):
+    plan = planned_with(FIGURES, [50] * 40, held_tokens=held_tokens)
+    policy = FIGURES.beside(plan, 1, held_tokens=held_tokens)
+    assert (policy == PLAIN) == (held_tokens >= 650)
+    most = max(max(one.tokens_per_rank(plan.lengths, 1)) for one in plan.micro_batches)
+    assert most + held_tokens + FIGURES.held_bytes(policy) <= FIGURES.free_bytes
 
 
 def test_a_sequence_too_long_beside_what_is_held_is_planned_all_the_same():
     plan = planned_with(FIGURES, [650, *[100] * 33])
     assert FIGURES.beside(plan, 1) == KEEPS
-    assert any("at most 700 tokens" in note for note in plan.notes)
+    assert any("FSDP2: planned for" in note for note in plan.notes)
     plan = planned_with(FIGURES, [1000, *[100] * 30])
     assert FIGURES.beside(plan, 1) == PLAIN
     assert not any("FSDP2" in note for note in plan.notes)

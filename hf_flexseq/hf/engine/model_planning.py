@@ -225,7 +225,8 @@ class ModelPlanning:
         have taught. trains: False for passes that have no backward."""
         assert self._base is not None, "steps are planned of an attached model"
         cost = self.cost_of_plans(self.version_of(number))
-        figures = self.fsdp.figures
+        # a forward makes one trip, and has no gradients to hold
+        figures = self.fsdp.figures if trains else None
         if figures is not None:
             factor = 1.0  # of the seconds of trips, which are part of a micro-batch's
             if self.cost.micro_batch_s:

@@ -74,6 +74,8 @@ class GradientReduction:
     """Adapters on experts that are spread over ranks."""
     lockstep: bool
     """True if all ranks run every micro-batch together."""
+    held_tokens: int = 0
+    """Tokens whose memory the step's images take."""
     leaves_tower_out: bool = False
     """True for a step without images of a model that has a tower."""
 
@@ -84,7 +86,7 @@ class GradientReduction:
             self._adapters_averaged(),
             self._whole_parameters_averaged(model),
             self._all_micro_batches(model),
-            self.fsdp.of_step(plan, model) as fsdp_before_last,
+            self.fsdp.of_step(plan, model, self.held_tokens) as fsdp_before_last,
         ):
             yield partial(self._accumulating, model, fsdp_before_last)
 

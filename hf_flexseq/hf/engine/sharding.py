@@ -135,11 +135,13 @@ class FsdpPolicies:
             inner.update(module for module in unit.modules() if module is not unit)
         self._outermost = [unit for unit in self._units if unit not in inner]
 
-    def of_step(self, plan: Plan, model: nn.Module) -> AbstractContextManager[BeforeLast]:
+    def of_step(
+        self, plan: Plan, model: nn.Module, held_tokens: int
+    ) -> AbstractContextManager[BeforeLast]:
         """Return the context of a step; the block gets the context of each micro-batch but the
-        last."""
+        last. held_tokens: tokens whose memory images take."""
         self.find_units(model)
-        policy = self._chosen(plan)
+        policy = self._chosen(plan, held_tokens)
         if not self._units:
             return nullcontext(nullcontext)
         return self.whole_step(policy)
@@ -182,11 +184,13 @@ class FsdpPolicies:
             return False  # so FSDP2 decides in the first forward
         return any(group.post_forward_mesh_info is not None for group in parameter_groups(state))
 
-    def _chosen(self, plan: Plan) -> FsdpPolicy:
+    def _chosen(self, plan: Plan, held_tokens: int) -> FsdpPolicy:
         """Return the policy of a step; log it when it is the first of its kind."""
         if self.figures is None:
             return PLAIN
-        policy = self.figures.beside(plan, self._communicator.world_size, self._cost)
+        policy = self.figures.beside(
+            plan, self._communicator.world_size, self._cost, held_tokens=held_tokens
+        )
         if policy not in self.taken and self._communicator.rank == 0:
             logger.info(
                 "FSDP2: %s in steps such as this one of %d micro-batch(es): that holds %.2f GiB "

@@ -251,6 +251,7 @@ class WholeModel(AttachedModel):
             fsdp=self.planning.policies(step.number),
             adapters=self._adapters,
             lockstep=self.planning.lockstep,
+            held_tokens=step.drawn.facts.held_tokens,
             leaves_tower_out=self.vision is not None and not step.drawn.images,
         )
 

@@ -20,7 +20,7 @@ from hf_flexseq.plan import Plan, PlanInfeasible
 from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.make import make_plan
-from hf_flexseq.planner.memory import may_choose, promise_ns
+from hf_flexseq.planner.memory import promise_ns
 
 
 class Job(Protocol):
@@ -82,41 +82,33 @@ class GroupsJob:
         between micro-batches, priced as such, where that promises anything and leaves the longest
         sequence room. Raises ValueError as `make_plan` does."""
         policies = () if self.fsdp is None else self._policies(lengths, facts, self.fsdp)
-        for policy, cost, options in policies:
+        for policy, cost in policies:
             try:
-                plan = make_plan(lengths, self.topology, cost, options, **facts.arguments)
+                plan = make_plan(lengths, self.topology, cost, self.options, **facts.arguments)
             except PlanInfeasible:
                 continue
-            note = f"FSDP2: planned for {policy}"
-            if options.max_tokens_per_rank is not None:
-                note = f"{note}, at most {options.max_tokens_per_rank:,} tokens a rank"
-            return replace(plan, notes=(*plan.notes, note))
+            return replace(plan, notes=(*plan.notes, f"FSDP2: planned for {policy}"))
         return make_plan(lengths, self.topology, self.cost, self.options, **facts.arguments)
 
     def _policies(
         self, lengths: Sequence[int], facts: StepFacts, fsdp: FsdpFigures
-    ) -> Iterator[tuple[FsdpPolicy, CostModel, PlanOptions]]:
+    ) -> Iterator[tuple[FsdpPolicy, CostModel]]:
         """Yield the policies that promise more than the plain one, the fastest first, with the
-        cost and the options to plan with."""
-        options, world_size = self.options, self.topology.world_size
-        bound = options.max_tokens_per_rank
-        if not may_choose(self.cost, options):
-            for policy, tokens in fsdp.candidates(lengths, world_size, self.cost, bound):
-                cost = fsdp.priced(self.cost, policy)
-                yield policy, cost, replace(options, max_tokens_per_rank=tokens)
-            return
+        cost to plan with. A bound that the user has set must have room beside what is held."""
+        least = self.options.max_tokens_per_rank or 0
         promised = []
         for index, policy in enumerate(POLICIES):
-            cost = fsdp.beside_held(self.cost, policy, world_size)
+            if policy != PLAIN and fsdp.tokens_beside(policy) < least:
+                continue
+            cost = fsdp.beside_held(self.cost, policy, self.topology.world_size)
             promised_ns = promise_ns(
-                lengths, self.topology, cost, options, held_tokens=facts.held_tokens
+                lengths, self.topology, cost, self.options, held_tokens=facts.held_tokens
             )
-            promised_ns += fsdp.once_s(policy) * 1e9
-            promised.append((promised_ns, index, policy, cost))
+            promised.append((promised_ns + fsdp.once_s(policy) * 1e9, index, policy, cost))
         for _, _, policy, cost in sorted(promised, key=lambda one: one[:2]):
             if policy == PLAIN:
                 return
-            yield policy, cost, options
+            yield policy, cost
 
     def read(self, record: dict[str, Any]) -> Plan:
         """Return the plan whose `to_record` gave `record`."""
