@@ -32,10 +32,6 @@ class Blocks:
     """[B, B] Whether the second block lies inside the first or equals it."""
     around: NDArray[np.bool_]
     """[B, B] Whether the second block contains the first and is larger."""
-    ranks: Int64Array
-    """The ranks of all blocks, one block after the other."""
-    first: Int64Array
-    """[B] Index in `ranks` of the block's first rank."""
 
 
 def blocks_of(topology: Topology) -> Blocks:
@@ -49,8 +45,6 @@ def blocks_of(topology: Topology) -> Blocks:
     inside = (start[:, None] <= start) & (stop <= stop[:, None])
     around = inside.T.copy()
     np.fill_diagonal(around, False)  # no two blocks are equal
-    # 3. the ranks of each block
-    sizes = stop - start
     return Blocks(
         start=start,
         stop=stop,
@@ -58,8 +52,6 @@ def blocks_of(topology: Topology) -> Blocks:
         shape_of=np.array([shapes.index(shape) for shape in block_shapes]),
         inside=inside,
         around=around,
-        ranks=np.concatenate([np.arange(first, behind) for first, behind in ordered]),
-        first=np.cumsum(sizes) - sizes,
     )
 
 

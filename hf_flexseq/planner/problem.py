@@ -20,8 +20,10 @@ from hf_flexseq.planner.blocks import Blocks, blocks_of
 from hf_flexseq.planner.task import PlanTask, longest_first
 
 PERMILLE = 1000
-# Per mille of a plan's or a group's nanoseconds, up to which a simpler one is taken instead.
+# Per mille of a plan's nanoseconds, up to which the search's is taken instead of one degree.
 CLOSE = 1010
+# Per mille of a strategy's nanoseconds, up to which Ulysses is taken instead.
+CLOSE_TO_ULYSSES = 1030
 # Nanoseconds or tokens of what is not possible; four of them still fit 64 bits.
 NEVER = 2**60
 
@@ -131,8 +133,8 @@ def cheapest(
     The nanoseconds are NEVER where no strategy is allowed. lengths: [sequences] tokens. shape:
     degree, and whether it spans nodes. strategy: as in `CostModel.strategies`. alone: whether to
     count a group of this sequence only, by the strategy that it would get: Ulysses unless another
-    is cheaper by more than `CLOSE`. shares: [sequences] of the causal pairs that units have; None
-    for plain sequences.
+    is cheaper by more than `CLOSE_TO_ULYSSES`. shares: [sequences] of the causal pairs that units
+    have; None for plain sequences.
     """
     degree, spans_nodes = shape
     names = ("local",) if degree == 1 else cost.strategies(strategy)
@@ -142,7 +144,7 @@ def cheapest(
     options = [price(lengths, degree, name, spans_nodes, shares) for name in names]
     nanoseconds = np.stack(options)  # [strategies, sequences]
     # Rings take more transfers and kernel calls, whose seconds are the least certain.
-    handicaps = [CLOSE if alone and name != "ulysses" else PERMILLE for name in names]
+    handicaps = [CLOSE_TO_ULYSSES if alone and name != "ulysses" else PERMILLE for name in names]
     index = (nanoseconds * np.array(handicaps)[:, None]).argmin(axis=0)  # [sequences]
     return nanoseconds[index, np.arange(len(lengths))], index
 

@@ -2,12 +2,9 @@
 and ranks.
 
 * `placed_one_by_one`: the twin of `planner/search/place.py`.
-* `least_rise_by_search` and `poured_one_by_one`: the twins of `planner/search/fill.py`.
+* `poured_one_by_one`: the twin of `planner/search/fill.py`.
 * `counted`: what each rank has, of `planner/search/fill.py` and `repair.py`.
 """
-
-from bisect import bisect_left
-from itertools import chain
 
 import numpy as np
 
@@ -56,24 +53,6 @@ def placed_one_by_one(
             tokens[batch][rank] += int(problem.needs[row, shape])
             targets[batch] = max(targets[batch], load[batch][rank])
     return spots
-
-
-def least_rise_by_search(
-    problem: Problem, slack: list[list[int]], memory: list[list[int]], first_row: int
-) -> int:
-    """Return the least nanoseconds by which targets rise until the rows from `first_row` on fit.
-
-    The rows count as divisible. slack, memory: [micro-batches][ranks] nanoseconds below the
-    target, and tokens left.
-    """
-    time = sum(problem.times[first_row:, 0].tolist())
-    rate = time // max(1, sum(problem.lengths[first_row:].tolist())) + 1
-    ranks = list(zip(chain(*slack), chain(*memory), strict=True))
-
-    def taken(rise: int) -> int:
-        return sum(max(0, min(ns + rise, tokens * rate)) for ns, tokens in ranks)
-
-    return bisect_left(range(2**60), time, key=taken)
 
 
 def poured_one_by_one(

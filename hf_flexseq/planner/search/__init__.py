@@ -6,8 +6,8 @@ The search for one optimizer step:
                sequences longest first, with nanoseconds and tokens on each shape of block
     targets    guess how long each micro-batch should take: many guesses, the candidates
     place      the long sequences of all candidates go on blocks, where the step grows least
-    water      how far a candidate's targets must rise to hold its short sequences: its promise
-    fill       only the candidates with the best promises get their short sequences, one rank each
+    fill       the candidates whose long sequences take the least get their short sequences, one
+               rank each
     repair     the fullest rank gives a sequence away, or swaps one, until nothing helps
     one degree one degree for everything is taken where that is faster by more than 1 %
 
@@ -30,15 +30,14 @@ tests/planner/test_parts.py checks them.
 2. targets. 257 candidates. 243 of them try every combination of shapes for the six longest; their
    targets are 760 and 591 ms, the first longer because its chunk has the sequence of 9,000 tokens.
    The others ask for no shapes; their first targets are 578 to 792 ms.
-3. place and water. All sequences count as long here. The best promises are 2,527 ms (targets
-   583 + 670) and 2,528 ms (594 + 671).
-4. fill and repair. Since no sequence is short, promises are kept but for the target that is not
-   reached. The second promise becomes the best plan, 2,509 ms. Its fullest ranks have 598 and
-   652 ms, and repair makes that 2,506 ms:
+3. place. All sequences count as long here. The best candidates take 2,509 ms (targets 594 + 671)
+   and 2,511 ms (622 + 655).
+4. fill and repair. No sequence is short, and no repair helps. The fullest ranks have 598 and
+   652 ms:
 
-       micro-batch 0   ranks 0-3: 9000   ranks 0-1: 800   ranks 2-3: 500 300
-       micro-batch 1   rank 0: 3000   rank 1: 2500 600   rank 2: 2000 1000   rank 3: 1500 1200 400
+       micro-batch 0   ranks 0-3: 9000   ranks 0-1: 800   ranks 2-3: 600 300
+       micro-batch 1   rank 0: 3000   rank 1: 2500 500   rank 2: 2000 1000   rank 3: 1500 1200 400
 
 5. one degree. Of the degrees that divide four ranks only four holds the longest sequence: 2,553
-   ms. The plan of 2,506 ms stays, 0.8 % above the bound that no plan can undercut.
+   ms. The plan of 2,509 ms stays, 0.9 % above the bound that no plan can undercut.
 """

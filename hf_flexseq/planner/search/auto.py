@@ -3,12 +3,9 @@
 1. As few micro-batches as memory allows; one more only when that fails.
 2. Many candidates of time targets at once (`targets.py`); their long sequences are placed on
    blocks of ranks (`place.py`).
-3. The candidates that promise the shortest step, by their water level, get their short sequences
-   (`fill.py`).
+3. The candidates whose long sequences take the least get their short sequences (`fill.py`).
 4. Repairs of the best candidate (`repair.py`).
-5. Where rings gain little, a search without them, too. Of plans within 1 % of the fastest the one
-   with fewest exchanges is taken, since their seconds are the least certain.
-6. One degree for everything (`static.py`) where that is faster by more than 1 %. So the search
+5. One degree for everything (`static.py`) where that is faster by more than 1 %. So the search
    cannot fail.
 
 Free ranks run a step that is planned for lockstep: planning for them gained 0.7 % by five presets.
@@ -26,12 +23,10 @@ Work is bounded by counts (`effort.py`), never by the clock.
 tests/planner/test_exact.py compares the plans, and tests/planner/brute.py for the stages.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.plan import MicroBatch
 from hf_flexseq.planner.problem import (
@@ -44,82 +39,35 @@ from hf_flexseq.planner.problem import (
     micro_batches_of,
 )
 from hf_flexseq.planner.search.effort import EFFORT
-from hf_flexseq.planner.search.fill import Filled, fill_short, lockstep_objective, water_levels
+from hf_flexseq.planner.search.fill import Filled, fill_short, lockstep_objective
 from hf_flexseq.planner.search.place import place_long
 from hf_flexseq.planner.search.repair import idles, repair
 from hf_flexseq.planner.search.targets import starting_candidates
 from hf_flexseq.planner.static import static_micro_batches
 from hf_flexseq.planner.task import PlanTask
 
-Priced = tuple[int, tuple[MicroBatch, ...]]
-"""Nanoseconds of a plan, and its micro-batches."""
-
 
 def auto_micro_batches(task: PlanTask) -> tuple[MicroBatch, ...]:
     """Return the micro-batches of the best plan found."""
     lengths, topology, cost = task.lengths, task.topology, task.cost
-    # 1. The search; without rings, too, where the plan with them gains little by them.
-    search_task = replace(task, cost=_own_experts(task))
-    problem = make_problem(search_task)
-    searched = _searched(task, problem)
-    if searched and _rings_gain_little(task, searched[0]):
-        searched += _searched(task, make_problem(replace(search_task, strategy="ulysses")))
-    to_beat = min((nanoseconds for nanoseconds, _ in searched), default=NEVER)
+    best: tuple[MicroBatch, ...] = ()
+    to_beat = NEVER  # nanoseconds
+    # 1. The search.
+    problem = make_problem(replace(task, cost=_own_experts(task)))
+    filled = _search_over_batches(problem)
+    if filled is not None:
+        best = micro_batches_of(problem, filled.row2block.tolist(), filled.row2batch.tolist())
+        to_beat = step_ns(cost, best, lengths, topology, sync=task.sync) * PERMILLE // CLOSE
     # 2. One degree for everything, where its bound leaves hope.
-    static: list[Priced] = []
     for degree in topology.degrees() if task.strategy != "local" else (1,):
         bound = static_bound_ns(problem, cost, degree=degree, strategy=task.strategy)
-        if bound * CLOSE < to_beat * PERMILLE:
+        if bound < to_beat:
             micro_batches = static_micro_batches(replace(task, sp_degree=degree))
             nanoseconds = step_ns(cost, micro_batches, lengths, topology, sync=task.sync)
-            static.append((nanoseconds, micro_batches))
-    # 3. Of plans that are nearly as fast as the fastest, one that was searched, and of these the
-    #    one with fewest exchanges.
-    fastest, best = min(searched + static, key=lambda plan: plan[0])
-    close = [plan for plan in searched if plan[0] * PERMILLE <= fastest * CLOSE]
-    if close:
-        _, best = min(close, key=lambda plan: exchanges(plan[1], lengths, topology))
+            if nanoseconds < to_beat:
+                best, to_beat = micro_batches, nanoseconds
+    assert best, "what fits anywhere fits by one degree"
     return best
-
-
-def _searched(task: PlanTask, problem: Problem) -> list[Priced]:
-    """Return the plan that the search finds, if it finds any."""
-    filled = _search_over_batches(problem)
-    if filled is None:
-        return []
-    found = micro_batches_of(problem, filled.row2block.tolist(), filled.row2batch.tolist())
-    return [(step_ns(task.cost, found, task.lengths, task.topology, sync=task.sync), found)]
-
-
-def _rings_gain_little(task: PlanTask, plan: Priced) -> bool:
-    """Return True if a plan has rings, and takes hardly longer with Ulysses in their place."""
-    nanoseconds, micro_batches = plan
-    if "ulysses" not in task.cost.strategies(task.strategy):
-        return False
-    without = []
-    for micro_batch in micro_batches:
-        groups = [
-            group if group.degree == 1 else replace(group, strategy="ulysses")
-            for group in micro_batch.groups
-        ]
-        without.append(replace(micro_batch, groups=tuple(groups)))
-    if tuple(without) == micro_batches:
-        return False
-    taken = step_ns(task.cost, without, task.lengths, task.topology, sync=task.sync)
-    return taken * PERMILLE <= nanoseconds * EFFORT.rings
-
-
-def exchanges(
-    micro_batches: Sequence[MicroBatch], lengths: Sequence[int], topology: Topology
-) -> int:
-    """Return how many tokens exchange anything with other ranks; in rings or across nodes each
-    counts twice."""
-    tokens = 0
-    for group in (group for micro_batch in micro_batches for group in micro_batch.groups):
-        if group.degree > 1:
-            far = group.strategy != "ulysses" or topology.spans_nodes(group.start, group.stop)
-            tokens += group.tokens(lengths) * (1 + far)
-    return tokens
 
 
 def _own_experts(task: PlanTask) -> CostModel:
@@ -158,20 +106,16 @@ def search(problem: Problem, batches: int) -> Filled | None:
     """Return the best complete candidate with `batches` micro-batches; None if memory is short."""
     candidates = starting_candidates(problem, batches)
     placed = place_long(problem, candidates)
-    # 1. A promise is the nanoseconds of the step if short sequences were divisible.
-    rises = water_levels(problem, candidates, placed)  # [candidates] nanoseconds
-    risen = placed.targets.sum(axis=1) + (rises + problem.constant) * batches  # [candidates]
-    promise = np.where(rises < NEVER, risen, NEVER)
-    # 2. The best promises are completed.
+    # 1. The candidates whose long sequences take the least are completed.
+    busy = np.where(placed.fits, placed.load.max(axis=2).sum(axis=1), NEVER)  # [candidates]
     completed = []
-    for index in np.argsort(promise, kind="stable")[: EFFORT.completed].tolist():
-        if promise[index] < NEVER:
-            filled = fill_short(problem, placed, index, int(rises[index]))
-            if filled is not None:
-                completed.append(filled)
+    for index in np.argsort(busy, kind="stable")[: EFFORT.completed].tolist():
+        filled = fill_short(problem, placed, index) if placed.fits[index] else None
+        if filled is not None:
+            completed.append(filled)
     if not completed:
         return None
-    # 3. The fastest is repaired, and so is each of its micro-batches by itself.
+    # 2. The fastest is repaired, and so is each of its micro-batches by itself.
     best = repair(problem, min(completed, key=lambda one: one.objective))
     return best if batches == 1 else _each_again(problem, best)
 

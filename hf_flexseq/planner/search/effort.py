@@ -65,22 +65,12 @@ class SearchEffort:
 
     # ---- short sequences and repairs (fill.py, repair.py)
 
-    completed: int = 12
+    completed: int = 14
     """Candidates that get their short sequences."""
-    rings: int = 1030
-    """Per mille of a plan's nanoseconds: if Ulysses in place of its rings takes less, a search
-    without rings is made, too."""
-    water_steps: int = 24
-    """Halvings of the interval in which a water level lies: to 1 part in 2^24 of it."""
     repair_rounds: int = 100
     """Rounds of repairs over the micro-batches."""
-    repair_pairs: int = 120_000
-    """(try, row or slot) pairs that repairs between blocks may look at."""
     idle_again: int = 40
     """Per mille of a micro-batch that its ranks idle, above which it is searched by itself."""
-    idle: int = 5
-    """Per mille of a micro-batch that its ranks idle, above which repairs between blocks are
-    tried."""
 
 
 EFFORT = SearchEffort()

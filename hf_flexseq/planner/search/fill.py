@@ -1,20 +1,13 @@
 """Complete a candidate: its short sequences go to one rank each, on top of the long ones.
 
-The long sequences have left some time below the targets and some memory on every rank. Short
-sequences are like water: there are many of them, each is small, so the best way to hold them is to
-fill all ranks to one level.
+Longest first, each short sequence goes to the (micro-batch, rank) with the most time left below
+the target, among those with memory for it.
 
-1. Water level: how far all targets of a candidate must rise until the time and memory left below
-   them hold the short sequences as if these were divisible. Memory counts as time: the tokens left
-   times the short sequences' mean nanoseconds for each token. The level is found by bisection for
-   all candidates at once, is cheap, and ranks the candidates well.
-2. Longest first, each short sequence goes to the (micro-batch, rank) with the most time left below
-   the risen target, among those with memory for it.
 Rejected: several ranks for a sequence that no single rank has memory for, so that memory can be
 filled up. On 220 steps, half of them with 94 % of memory full, that gained 0.03 %.
 
 The slow twins are in tests/planner/brute.py: `counted` for each rank's load and tokens,
-`poured_one_by_one` and `least_rise_by_search` for the heap and the bisection.
+`poured_one_by_one` for the heap.
 """
 
 import heapq
@@ -23,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_flexseq.cost import Int64Array
-from hf_flexseq.planner.problem import NEVER, Problem
-from hf_flexseq.planner.search.effort import EFFORT
-from hf_flexseq.planner.search.place import Candidates, Placement
+from hf_flexseq.planner.problem import Problem
+from hf_flexseq.planner.search.place import Placement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,41 +36,14 @@ class Filled:
     """[micro_batches, ranks] tokens."""
 
 
-# ---- the water level of every candidate
-
-
-def water_levels(problem: Problem, candidates: Candidates, placed: Placement) -> Int64Array:
-    """Return [candidates] the least rises of targets that hold all sequences, or NEVER."""
-    # 1. What has to be poured: the tokens and one-rank nanoseconds of the short sequences.
-    short_tokens = int(problem.lengths[candidates.long_rows :].sum())
-    short_time = int(problem.times[candidates.long_rows :, 0].sum())
-    # 2. What is left on every rank, memory counted as time.
-    rate = short_time // max(short_tokens, 1) + 1  # nanoseconds for each token
-    memory = (problem.cap - placed.tokens) * rate  # [candidates, micro_batches, ranks]
-    slack = placed.targets[:, :, None] - placed.load  # [candidates, micro_batches, ranks]
-    # 3. Bisection between no rise and one rank taking all of it.
-    low = np.zeros(len(slack), dtype=np.int64)
-    high = np.full(len(slack), short_time)
-    for _ in range(EFFORT.water_steps):
-        middle = (low + high) // 2
-        left = np.minimum(slack + middle[:, None, None], memory).clip(min=0)
-        too_low = left.sum(axis=(1, 2)) < short_time  # [candidates]
-        low = np.where(too_low, middle, low)
-        high = np.where(too_low, high, middle)
-    enough = memory.sum(axis=(1, 2)) >= short_time
-    return np.where(placed.fits & enough, high, NEVER)
-
-
 # ---- one candidate
 
 
-def fill_short(problem: Problem, placed: Placement, candidate: int, rise: int) -> Filled | None:
-    """Return a candidate with its short sequences, or None when memory does not hold them.
-
-    candidate: index. rise: the candidate's water level, nanoseconds that its targets rise by.
-    """
+def fill_short(problem: Problem, placed: Placement, candidate: int) -> Filled | None:
+    """Return a candidate, by index, with its short sequences, or None when memory does not hold
+    them."""
     load, tokens = placed.load[candidate], placed.tokens[candidate]  # [micro_batches, ranks] each
-    level = placed.targets[candidate][:, None] + rise  # [micro_batches, 1]
+    level = placed.targets[candidate][:, None]  # [micro_batches, 1]
     # A slot is one rank in one micro-batch: micro-batch x world + rank.
     slack = (level - load).ravel().tolist()  # nanoseconds below the level
     memory = (problem.cap - tokens).ravel().tolist()  # tokens
