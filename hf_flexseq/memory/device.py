@@ -1,7 +1,6 @@
 """Figures of the device that a rank computes on, which an estimate starts from."""
 
 import logging
-import os
 import platform
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hf_flexseq.cost.devices import DEVICES, DeviceSpec
+from hf_flexseq.memory.machine import total_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,7 @@ def device_memory_bytes(device: torch.device, ranks_per_node: int) -> float:
     """Return the bytes of a rank's device; ranks of a node share the memory of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return memory_bytes / ranks_per_node
+    return total_bytes() / ranks_per_node
 
 
 def _known_gpu(device_name: str) -> DeviceSpec | None:

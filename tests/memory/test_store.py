@@ -3,12 +3,14 @@
 import gc
 import random
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_flexseq.memory import machine
+from hf_flexseq.memory.device import device_memory_bytes
 from hf_flexseq.memory.pages import GIB, MIB, HostMemoryFull, page_bytes_of
 from hf_flexseq.memory.store import HostStore, free_cached_pinned_memory
 
@@ -187,26 +189,37 @@ def test_a_budget_is_a_share_of_what_is_available(monkeypatch):
         ValueError, match=r"host_memory_gib=13 for each of 8 ranks.*100.0 GiB.*12.5"
     ):
         machine.budget_bytes(13, 8)
-    monkeypatch.setattr(machine, "available_bytes", lambda: None)
-    monkeypatch.setattr(machine, "total_bytes", lambda: None)
-    assert machine.budget_bytes(None, 8) == 0
-    assert machine.budget_bytes(13, 8) == 13 * GIB
 
 
-def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
-    meminfo, limit, used = tmp_path / "meminfo", tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(machine, "_MEMINFO", meminfo)
-    monkeypatch.setattr(machine, "_GROUPS", ((limit, used),))
-    assert machine.total_bytes() is machine.available_bytes() is None
-    meminfo.write_text("MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n")
-    limit.write_text("max\n")
-    used.write_text("5\n")
-    assert machine.total_bytes() == 4000 * 1024
-    assert machine.available_bytes() == 3000 * 1024
-    limit.write_text("1000000\n")
-    used.write_text("400000\n")
-    assert machine.total_bytes() == 1000000
-    assert machine.available_bytes() == 600000
+def put_group(folder, limit, used, cached, names):
+    """A control group's files. names: of the limit, the use, and the cached files in memory.stat."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{names[2]} {cached}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_or_a_job_has_less_than_its_machine(version, monkeypatch, tmp_path):
+    groups = tmp_path / "cgroup"
+    monkeypatch.setattr(machine, "_OWN_GROUPS", groups)
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    memory = SimpleNamespace(total=4_000_000, available=3_000_000)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
+    assert (machine.total_bytes(), machine.available_bytes()) == (4_000_000, 3_000_000)
+    groups.write_text(("4:cpu:/\n9:memory:/job/step\n", "0::/job/step\n")[version - 1])
+    names = (machine._VERSION_1, machine._VERSION_2)[version - 1]
+    root = (tmp_path / "memory", tmp_path)[version - 1]
+    put_group(root, "max", 5, 0, names)
+    put_group(root / "job" / "step", "max", 5, 0, names)
+    assert (machine.total_bytes(), machine.available_bytes()) == (4_000_000, 3_000_000)
+    # of a job that has read a file
+    put_group(root / "job", 1_000_000, 900_000, 500_000, names)
+    assert (machine.total_bytes(), machine.available_bytes()) == (1_000_000, 600_000)
+    assert device_memory_bytes(torch.device("cpu"), 2) == 500_000
+    # in a container, which sees its own group as the root
+    put_group(root, 800_000, 700_000, 0, names)
+    assert (machine.total_bytes(), machine.available_bytes()) == (800_000, 100_000)
 
 
 def test_pinned_memory_that_torch_keeps_is_given_back(monkeypatch):
