@@ -113,7 +113,7 @@ def option_row(option: Field[Any], more: str) -> tuple[str, str, str]:
 
 SHOWN = {
     "draws": "tests/hf/drawn_settings/options.py",
-    "losses": "tests/hf/test_trl_options.py",
+    "losses": "tests/hf/test_every_objective.py",
 }
 
 

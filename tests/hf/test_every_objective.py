@@ -23,7 +23,16 @@ import datasets
 import pytest
 import torch
 
-from tests.hf.objectives import BOUNDS, METRICS_BOUND, Case, difference, run_case, save_inputs
+from tests.hf.objectives import (
+    BOUNDS,
+    METRICS_BOUND,
+    Case,
+    assert_alike,
+    compare,
+    difference,
+    run_case,
+    save_inputs,
+)
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(1500)]
@@ -45,7 +54,7 @@ DPO_LOSSES = {
     "aot_unpaired": {},
     "apo_zero": {},
     "apo_down": {},
-    "discopop": {},
+    "discopop": {"discopop_tau": 0.1},
     "sft": {},
     "sigmoid_norm": {},
 }
@@ -61,12 +70,18 @@ DPO_SETTINGS = {
     "forward_kl": {"f_divergence_type": "forward_kl"},
     "js_divergence": {"f_divergence_type": "js_divergence"},
     "alpha_divergence": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
-    "max_length": {"max_length": 16},
+    "max_length": {"max_length": 16, "truncation_mode": "keep_end"},
     "pad_to_multiple_of": {"pad_to_multiple_of": 16},
+    "padding_free": {"padding_free": True},
 }
+SAMPLING = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+LOGGED = {"log_completions": True, "num_completions_to_print": 1, "log_unique_prompts": True}
+VESPO = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.5}
 GRPO_SETTINGS = {
     **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo")},
-    **{name: {"loss_type": name} for name in ("cispo", "sapo", "vespo")},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "reward_weights": [0.5]},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.2, "sapo_temperature_pos": 0.8},
+    "vespo": {"loss_type": "vespo", **VESPO},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "beta 0": {"beta": 0.0},
     "sequence-level ratios": {"importance_sampling_level": "sequence", "num_iterations": 2},
@@ -79,13 +94,23 @@ GRPO_SETTINGS = {
         "entropy_coef": 0.1,
         "entropy_target": 5.0,
         "entropy_coef_delta": 0.05,
+        "entropy_coef_min": 0.05,
+        "entropy_coef_max": 0.11,
     },
     "temperature": {"temperature": 0.7},
-    "two-sided clipping": {"delta": 1.5, "num_iterations": 2},
+    "two-sided clipping": {"delta": 1.5, "num_iterations": 2, "epsilon": 0.1},
     "bias-corrected KL": {"use_bias_correction_kl": True, "num_iterations": 2},
     "truncated masked": {"mask_truncated_completions": True, "max_completion_length": 24},
-    "unscaled rewards": {"scale_rewards": "none"},
-    "reference synchronised": {"sync_ref_model": True, "ref_model_sync_steps": 2},
+    "unscaled rewards": {"scale_rewards": "none", "disable_dropout": True},
+    "reference synchronised": {
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+        "ref_model_mixup_alpha": 0.3,
+    },
+    "head in float32": {"cast_lm_head_to_fp32": True, "pad_to_multiple_of": 8},
+    "off-policy mask": {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
+    "sampling": {**SAMPLING, "generation_kwargs": {"length_penalty": 1.0}},
+    "several objectives": {"multi_objective_aggregation": "normalize_then_sum", **LOGGED},
 }
 RLOO_SETTINGS = {
     "plain": {},
@@ -114,7 +139,9 @@ def rows():
     ten = {
         "dpo: ten steps of sigmoid": {"kind": "dpo"},
         "dpo: ten steps of ipo": of("dpo", loss_type="ipo"),
-        "dpo: ten steps, precomputed reference": of("dpo", precompute_ref_log_probs=True),
+        "dpo: ten steps, precomputed reference": of(
+            "dpo", precompute_ref_log_probs=True, precompute_ref_batch_size=2
+        ),
         "dpo: ten steps, reference synchronised": of(
             "dpo", sync_ref_model=True, ref_model_sync_steps=3
         ),
@@ -223,3 +250,11 @@ def test_a_trainer_equals_itself_without_hf_flexseq(tmp_path, name, ranks):
     assert apart.weights <= bound
     assert apart.metrics <= metrics_bound, apart.metric
     assert not apart.missing
+
+
+def test_continuous_batching_on_one_rank(tmp_path):
+    """Its thread does not live in forked ranks."""
+    save_inputs(tmp_path)
+    batching = {"use_transformers_continuous_batching": True}
+    apart = compare(0, 1, tmp_path, Case(kind="grpo", steps=2, accumulation=2, settings=batching))
+    assert_alike(apart, weights=BOUNDS["grpo"])

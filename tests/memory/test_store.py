@@ -192,7 +192,7 @@ def test_a_budget_is_a_share_of_what_is_available(monkeypatch):
 
 
 def put_group(folder, limit, used, cached, names):
-    """A control group's files. names: of the limit, the use, and the cached files in memory.stat."""
+    """Write a control group. names: of the limit, the use, and the cache in memory.stat."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
