@@ -94,7 +94,7 @@ class GroupsJob:
         self, lengths: Sequence[int], facts: StepFacts, fsdp: FsdpFigures
     ) -> Iterator[tuple[FsdpPolicy, CostModel]]:
         """Yield the policies that promise more than the plain one, the fastest first, with the
-        cost to plan with. A bound that the user has set must have room beside what is held."""
+        cost to plan with. A bound of the user must have room besides the held bytes."""
         least = self.options.max_tokens_per_rank or 0
         promised = []
         for index, policy in enumerate(POLICIES):
