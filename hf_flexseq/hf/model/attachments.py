@@ -149,10 +149,10 @@ def on_micro_batches(
     """Give a model our attention, recurrent layers and positions inside the block, for planned
     calls. layers: of a stage, by number; None for a whole model."""
     attention = AttentionByCall(model)
+    attach_recurrent(model)
     with (
         attention.attached(),
         attach_positions(model),
-        attach_recurrent(model),
         layers_told_causal(model),
         counted_calls(model, layers),
     ):
