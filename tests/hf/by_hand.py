@@ -31,12 +31,12 @@ TWO_NODES = Topology(nodes=2, ranks_per_node=2)
 
 def attach(model):
     """Give `model` the attention, the loss, the positions and the recurrent functions that the
-    executor gives it. Returns the last, to be closed."""
+    executor gives it."""
     check_model(model)
     model.set_attn_implementation("flexseq")
     attach_chunked_loss(model)
     attach_positions(model)
-    return attach_recurrent(model)
+    attach_recurrent(model)
 
 
 def run_plan(model, plan, examples, communicator, *, passes=None):
@@ -93,7 +93,7 @@ def worst_error(make, topology, plans, examples, wanted, attached=lambda model: 
         communicator = join(topology)
         model = make().to(DEVICE)
         base = getattr(model, "get_base_model", lambda: model)()
-        recurrent = attach(base)
+        attach(base)
         attached(base)
         worst = 0.0
         for index, plan in enumerate(plans):
@@ -105,7 +105,6 @@ def worst_error(make, topology, plans, examples, wanted, attached=lambda model: 
             loss, gradients, _ = run_plan(model, plan, examples, communicator)
             found = relative_errors(gradients, wanted[1])
             worst = max(worst, abs(loss / wanted[0] - 1), *found.values())
-        recurrent.close()
         return worst
 
     return max(run_threads(errors, topology.world_size))

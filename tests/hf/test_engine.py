@@ -27,6 +27,7 @@ from tests.hf.tiny import (
     tiny_arguments,
     tiny_llama,
 )
+from tests.hf.vision import tiny_vision_model
 from tests.ranks import join, run_cases, run_threads
 
 KINDS = ("whole", "stages")
@@ -265,6 +266,24 @@ def test_a_step_after_an_interrupted_generation_has_our_attention_again():
     assert float(loss) == pytest.approx(wanted_loss, rel=1e-10)  # float32 by its own loss
     assert max(relative_errors(taken_gradients(model), wanted).values()) < 1e-10
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+def test_text_keeps_another_attention_than_the_model_around_it():
+    model = tiny_vision_model("qwen2_5_vl")
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "eager"})
+    configs = model.config, model.config.text_config, model.config.vision_config
+    seen = []
+
+    def note(module, args):
+        seen.append([config._attn_implementation for config in configs])
+
+    with model.get_decoder().layers[0].register_forward_pre_hook(note):
+        engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
+        with engine.attached(model), torch.no_grad():
+            model(input_ids=torch.arange(2, 9).unsqueeze(0))
+    note(model, ())
+    assert seen == [["sdpa", "eager", "eager"]] * 2
 
 
 # ---- what one machine lacks

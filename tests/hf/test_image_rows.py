@@ -3,9 +3,10 @@
 import pytest
 import torch
 import transformers
+from transformers.models.swin.modeling_swin import SwinDropPath
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.model.towers import reader_of_text
+from hf_flexseq.hf.model.towers import reader_of_text, towers_draw_noise
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.image_rows import images_of_rows, parts_of_rows
@@ -116,6 +117,20 @@ def test_a_placeholder_that_is_text_by_its_type_is_text():
 def test_a_placeholder_without_pixels_is_refused(kinds):
     with refused("1 tokens 58, which stand for parts of videos, and no pixels", ValueError):
         read(kinds)
+
+
+# ---- towers that draw random numbers
+
+
+@pytest.mark.slow
+def test_a_tower_that_leaves_out_branches_draws_random_numbers():
+    model = tiny_vision_model("qwen2_vl")
+    assert not towers_draw_noise(model)
+    branch = SwinDropPath(0.0)
+    model.get_submodule("model.visual").branch = branch
+    assert not towers_draw_noise(model)
+    branch.drop_prob = 0.1
+    assert towers_draw_noise(model)
 
 
 # ---- models that take text alone

@@ -507,6 +507,10 @@ def mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
     return ForCausalLMLoss(logits, labels, vocab_size, shift_labels=shift_labels)
 
 
+def without_a_value(logits, labels, vocab_size, **kwargs):
+    return torch.nan * ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+
+
 def takes_no_more(logits, labels, vocab_size, num_items_in_batch=None):
     return shifts_itself(logits, labels, vocab_size, num_items_in_batch)
 
@@ -530,6 +534,7 @@ def on_samples(outputs, labels, num_items_in_batch):
     [
         (partial(with_loss, shifts_itself), {}, "shifts_itself gives .* on two parts"),
         (partial(with_loss, mean), {}, "mean gives .* on two parts"),
+        (partial(with_loss, without_a_value), {}, "without_a_value gives nan on a sequence"),
         (partial(with_loss, takes_no_more), {}, "takes_no_more could not be .*take shift_labels"),
         (
             partial(with_loss, doubled),

@@ -1,5 +1,7 @@
-"""The functions that recurrent layers call are replaced while a model is attached, and only for
-calls with `seq_ctx`; models whose recurrent layers cannot be computed are refused by name."""
+"""The functions that recurrent layers call are replaced once, and only for calls with `seq_ctx`;
+models whose recurrent layers cannot be computed are refused by name."""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -7,9 +9,11 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.hf.model import recurrent
+from hf_flexseq.hf.model import recurrent, trial
+from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.recurrent import attach_recurrent
+from hf_flexseq.hf.model.recurrent import attach_recurrent, without_dispatcher
+from hf_flexseq.hf.model.rehearsal import code_of_model
 from hf_flexseq.kernels.choose import choose_kernel
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_checks import fresh_accelerate, make_trainer, meta_model  # noqa: F401
@@ -18,38 +22,51 @@ from tests.plans import shards_of
 from tests.ranks import join, run_threads
 
 CPU = torch.device("cpu")
-FUNCTIONS = [
-    (modeling_qwen3_next, "causal_conv1d_fn"),
-    (modeling_qwen3_next, "torch_chunk_gated_delta_rule"),
-]
-
-
-def functions():
-    return [getattr(module, name) for module, name in FUNCTIONS]
 
 
 # ---- attaching
 
 
-def test_functions_are_those_of_transformers_again_when_the_last_model_is_detached():
-    before = functions()
-    first, second = (attach_recurrent(make_hybrid("Qwen3Next")) for _ in range(2))
-    replaced = functions()
-    assert not set(replaced) & set(before)
-    first.close()
-    first.close()  # has no effect
-    assert functions() == replaced
-    second.close()
-    assert functions() == before
+def test_functions_are_replaced_once(monkeypatch):
+    """So the trial finds the same model whenever it is attached."""
+    tried = mock.Mock(wraps=trial._run)
+    monkeypatch.setattr(trial, "_run", tried)
+    function = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    monkeypatch.setattr(
+        modeling_qwen3_next, "torch_chunk_gated_delta_rule", without_dispatcher(function)
+    )
+    model = make_hybrid("Qwen3Next", vocab_size=67)
+    check_model(model)
+    replaced = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    assert without_dispatcher(replaced) is without_dispatcher(function)
+    assert replaced is not without_dispatcher(function)
+    for _ in range(2):
+        with on_micro_batches(model):
+            assert modeling_qwen3_next.torch_chunk_gated_delta_rule is replaced
+    assert tried.call_count == 1
 
 
-def test_calls_without_a_context_are_those_of_transformers():
+def test_a_function_of_the_users_is_found_behind_its_dispatcher(monkeypatch):
+    def own(*args, **kwargs):
+        raise NotImplementedError
+
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", own)
+    model = make_hybrid("Qwen3Next")
+    attach_recurrent(model)
+    assert modeling_qwen3_next.torch_chunk_gated_delta_rule is not own
+    assert code_of_model(model) == ["torch_chunk_gated_delta_rule"]
+
+
+def test_calls_without_a_context_are_those_of_transformers(monkeypatch):
     model = make_hybrid("Bamba")
     tokens = torch.randint(1, 61, (2, 70))
-    before = model(tokens, use_cache=True)
-    with attach_recurrent(model):
-        after = model(tokens, use_cache=True)
-        generated = model.eval().generate(tokens[:1, :5], max_new_tokens=3, do_sample=False)
+    with monkeypatch.context() as patch:
+        for name, function in list(vars(modeling_bamba).items()):
+            patch.setattr(modeling_bamba, name, without_dispatcher(function))
+        before = model(tokens, use_cache=True)
+    attach_recurrent(model)
+    after = model(tokens, use_cache=True)
+    generated = model.eval().generate(tokens[:1, :5], max_new_tokens=3, do_sample=False)
     assert torch.equal(before.logits, after.logits)
     assert generated.shape == (1, 8)
 
@@ -67,8 +84,8 @@ def in_context(family, compute, tokens, autocast=False):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return compute(context)
 
-    with attach_recurrent(make_hybrid(family)):
-        (out,) = run_threads(run, 1)
+    attach_recurrent(make_hybrid(family))
+    (out,) = run_threads(run, 1)
     return out
 
 

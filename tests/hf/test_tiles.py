@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.models.swin.modeling_swin import SwinDropPath
 
 from hf_flexseq.cost.choices import choices_of
 from hf_flexseq.hf.model import tiles
@@ -205,7 +206,16 @@ def with_units():
 
 starcoder = partial(tiny_model, "Starcoder2", torch.float32)
 
+
+def with_drop_path():
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = SwinDropPath(0.1)
+    return model
+
+
 REASONS = {
+    "drop_prob=0.1": with_drop_path,
     "residual_dropout=0.1": lambda: starcoder(residual_dropout=0.1),
     "dropout in .*lora_dropout": lambda: with_lora(lora_dropout=0.1).get_base_model(),
     "a unit of FSDP2's of its own": with_units,

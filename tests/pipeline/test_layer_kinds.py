@@ -72,15 +72,13 @@ def errors_of(rank, world_size, family, wanted, checkpoints_itself):
     model = model_of(family)
     if checkpoints_itself:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    recurrent = attach_recurrent(model)
+    attach_recurrent(model)
     executor = make_executor(model, world_size, 1, communicator)
     lengths = lengths_of(family)
     options = {"checkpointing": True, "split_weights": True}
     options["layers"] = model.config.num_hidden_layers
     plan = random_pipeline_plan(lengths, world_size, random.Random(family), **options)
-    errors = step_errors(communicator, executor, plan, *wanted, lengths=lengths)
-    recurrent.close()
-    return errors
+    return step_errors(communicator, executor, plan, *wanted, lengths=lengths)
 
 
 @pytest.mark.slow
@@ -126,14 +124,13 @@ def error_of_frozen(rank, world_size, family, wanted):
     """The largest error of this stage's gradients, where all chunks of the first layer drop their
     activations."""
     model = make_frozen(family)
-    recurrent = attach_recurrent(model)
+    attach_recurrent(model)
     executor = make_executor(model, world_size, 1, join())
     plan = random_pipeline_plan([131], world_size, random.Random(0), layers=2)
     assert len(plan.chunks) > 1
     plan = replace(plan, checkpointed=((1,) * len(plan.chunks),) * world_size)
     examples = documents([131])
     executor.train(plan, columns_of(plan, examples), targets_of(examples))
-    recurrent.close()
     return largest_error(gradients_of(executor), wanted)
 
 

@@ -69,7 +69,7 @@ class AttentionByCall:
 
     def __init__(self, base: PreTrainedModel) -> None:
         self._base = base
-        self._own: str = base.config._attn_implementation
+        self._own: Any = attention_of_text(base)
         self._other_call: tuple[nn.Module, ExitStack] | None = None  # call without `seq_ctx`
         self.in_others: Callable[[], AbstractContextManager[None]] = nullcontext
         """Returns what else surrounds a call without `seq_ctx`."""
@@ -77,21 +77,21 @@ class AttentionByCall:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Look at all calls of the model inside the block."""
-        self._set(NAME)
+        self._set(ours=True)
         with ExitStack() as attached:
             for entry in {self._base, self._base.base_model}:  # and the decoder below the head
                 attached.enter_context(around_forward(entry, self._begin, self._end))
             try:
                 yield
             finally:
-                self._set(None)
+                self._set(ours=False)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Restore our attention for a planned call, the model's own for one without `seq_ctx`."""
         if kwargs.get("seq_ctx") is not None:
             self._end_interrupted()
-            self._set(NAME)
-        elif self._base.config._attn_implementation == NAME:
+            self._set(ours=True)
+        elif self._is_ours:
             own = ExitStack()
             own.enter_context(self.own())
             own.enter_context(self.in_others())
@@ -108,34 +108,38 @@ class AttentionByCall:
         """Undo what `_begin` has done for a call that an interrupt has ended, such as Ctrl-C
         in a generation: torch runs no hook after it. A planned call inside of another call is
         given our attention by its caller."""
-        if self._other_call is not None and self._base.config._attn_implementation != NAME:
+        if self._other_call is not None and not self._is_ours:
             self._end(self._other_call[0], (), None)
 
     def own(self) -> AbstractContextManager[None]:
         """Restore the model's own attention inside a block, for generation."""
-        return self._chosen(None)
+        return self._chosen(ours=False)
 
     def planned(self) -> AbstractContextManager[None]:
         """Use our attention inside a block, even within `own`."""
-        return self._chosen(NAME)
+        return self._chosen(ours=True)
 
     @contextmanager
-    def _chosen(self, name: str | None) -> Iterator[None]:
-        former = self._base.config._attn_implementation
-        self._set(name)
+    def _chosen(self, *, ours: bool) -> Iterator[None]:
+        former = self._is_ours
+        self._set(ours=ours)
         try:
             yield
         finally:
-            self._set(former)
+            self._set(ours=former)
 
-    def _set(self, name: str | None) -> None:
-        """Change the model's attention; None for its own, which the user may have changed."""
-        current = self._base.config._attn_implementation
-        if current != NAME:
-            self._own = current
-        name = name or self._own
-        if current != name:
-            self._base.set_attn_implementation(attention_of_text(self._base, name))
+    @property
+    def _is_ours(self) -> bool:
+        return bool(self._base.config.get_text_config()._attn_implementation == NAME)
+
+    def _set(self, *, ours: bool) -> None:
+        """Give the model our attention, or its own, which the user may have changed."""
+        if ours == self._is_ours:
+            return
+        if ours:
+            self._own = attention_of_text(self._base)
+        chosen = attention_of_text(self._base, NAME) if ours else self._own
+        self._base.set_attn_implementation(chosen)
 
 
 @contextmanager
@@ -145,10 +149,10 @@ def on_micro_batches(
     """Give a model our attention, recurrent layers and positions inside the block, for planned
     calls. layers: of a stage, by number; None for a whole model."""
     attention = AttentionByCall(model)
+    attach_recurrent(model)
     with (
         attention.attached(),
         attach_positions(model),
-        attach_recurrent(model),
         layers_told_causal(model),
         counted_calls(model, layers),
     ):

@@ -220,7 +220,7 @@ def check_own_loss(model: Any) -> None:
             f"{name} could not be called on a part of a sequence ({trying.error}): take "
             "shift_labels, num_items_in_batch and **kwargs"
         ) from trying.error
-    if abs(whole - parts) > TOLERANCE * abs(whole):
+    if not abs(whole - parts) <= TOLERANCE * abs(whole):  # also for NaN
         raise NotImplementedError(
             f"{name} gives {whole:.4g} on a sequence and {parts:.4g} on two parts of it: use "
             "shift_labels where they are given, and divide the sum over tokens by "

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_flexseq.steps.embedding_noise import TokenNoise
 from hf_flexseq.steps.forward_hooks import around_forward
 
-_NOISE = re.compile("dropout|pdrop|drop_rate|drop_path|jitter")  # in the names of options
+_NOISE = re.compile("dropout|pdrop|drop_rate|drop_path|drop_prob|jitter")  # in names of options
 
 
 def dropout_module(model: nn.Module) -> str | None:

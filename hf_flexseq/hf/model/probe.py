@@ -124,21 +124,21 @@ def probe_model(
         (attach or _attach)(twins[-1])
     wrong = []
     same = SAME_SCANS if recurrent_kinds(twin.config.get_text_config()) else SAME
-    with attach_recurrent(twin):  # of all twins
-        for strategy in strategies:
-            ranks = _Ranks(twins, strategy, kernel)
-            have = _run_ranks(ranks, sequences, gradients=gradients)
-            found = _differences(have, want, same)
-            if found:
-                found.insert(0, _first_difference(ranks, alone, sequences, same))
-            wrong += [f"{strategy}: {line}" for line in found]
-            for change, tokens, want_after in zip(changes, changed, want_changed, strict=True):
-                have_after = _run_ranks(ranks, tokens).outputs
-                steps = (want.outputs, want_after, have.outputs, have_after)
-                line = _wrong_changes(*steps)
-                if line is not None:
-                    sequence, token = change
-                    wrong.append(f"{strategy}: with token {token} of sequence {sequence}, {line}")
+    attach_recurrent(twin)  # of all twins
+    for strategy in strategies:
+        ranks = _Ranks(twins, strategy, kernel)
+        have = _run_ranks(ranks, sequences, gradients=gradients)
+        found = _differences(have, want, same)
+        if found:
+            found.insert(0, _first_difference(ranks, alone, sequences, same))
+        wrong += [f"{strategy}: {line}" for line in found]
+        for change, tokens, want_after in zip(changes, changed, want_changed, strict=True):
+            have_after = _run_ranks(ranks, tokens).outputs
+            steps = (want.outputs, want_after, have.outputs, have_after)
+            line = _wrong_changes(*steps)
+            if line is not None:
+                sequence, token = change
+                wrong.append(f"{strategy}: with token {token} of sequence {sequence}, {line}")
     return wrong
 
 

@@ -1,7 +1,7 @@
 """Let the recurrent layers of an unmodified model run on the tokens of a micro-batch.
 
 A recurrent mixer of transformers calls functions of its own module: a causal convolution, and
-then a scan. While a model is attached, a *dispatcher* replaces each of them:
+then a scan. A *dispatcher* replaces each of them:
 
     causal_conv1d_fn                     recurrent.causal_convolution, and the activation
     torch_chunk_gated_delta_rule         recurrent.gated_delta_rule
@@ -13,7 +13,7 @@ A dispatcher looks at the keyword `seq_ctx`, which the model passes on from its 
 it, in `generate` or a plain forward, a dispatcher is the function that it stands for.
 
 The functions belong to a module of transformers, so all its models share them: they are replaced
-when the first of these is attached, and put back when the last one is detached.
+when the first of these is attached or tried, and stay so, since nothing else sees a difference.
 
 Rejected: registering kernels for the functions. The wrapper around them drops the keywords that a
 kernel does not name, and models are kernelized by name, not one by one. Rejected: other mixers in
@@ -21,9 +21,8 @@ place of the model's, which age.
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -99,34 +98,26 @@ def _functions_of(kind: type) -> tuple[tuple[dict[str, Any], str], ...]:
 # ---- attaching
 
 
-def attach_recurrent(model: nn.Module) -> ExitStack:
-    """Replace the functions that the recurrent layers of a model call, until the returned stack is
-    closed; the last of several models with the same functions puts them back."""
-    attached = ExitStack()
-    functions = {}
+def attach_recurrent(model: nn.Module) -> None:
+    """Replace the functions that the recurrent layers of a model call, unless they are replaced
+    already. Ranks may be threads: of two that do so at once, either's dispatcher serves both."""
     for mixer in mixers(model):
         for scope, name in mixer.functions:
-            functions[id(scope), name] = (scope, name)
-    for scope, name in functions.values():
-        with _lock:
-            dispatcher = scope[name]
-            if not isinstance(dispatcher, _Dispatcher):
-                scope[name] = dispatcher = _Dispatcher(name, dispatcher)
-            dispatcher.models += 1
-        attached.callback(_put_back, scope, dispatcher)
-    return attached
+            function = scope[name]
+            if not isinstance(function, _Dispatcher):
+                scope[name] = _Dispatcher(name, function)
 
 
-_lock = threading.Lock()  # ranks may be threads
+def without_dispatcher(code: Any) -> Any:
+    """Return the function that a dispatcher stands for; other code as it is."""
+    return code.original if isinstance(code, _Dispatcher) else code
 
 
 class _Dispatcher:
-    """Stands for a function of a module of transformers, for all attached models."""
+    """Stands for a function of a module of transformers, for all models."""
 
     def __init__(self, name: str, original: Function) -> None:
         self.original = original
-        self.models = 0
-        """Number of attached models."""
         self._compute = _DISPATCHED[name]
         # The function may be a module of the `kernels` package, with attributes not to be copied.
         self.__name__ = self.__qualname__ = name
@@ -137,15 +128,6 @@ class _Dispatcher:
         if seq_ctx is None:
             return self.original(*args, **kwargs)
         return self._compute(*args, seq_ctx=seq_ctx, **kwargs)
-
-
-def _put_back(scope: dict[str, Any], dispatcher: _Dispatcher) -> None:
-    """Put the original back, when no model needs the dispatcher any more."""
-    with _lock:
-        dispatcher.models -= 1
-        # else another wrapper was put around it
-        if not dispatcher.models and scope[dispatcher.__name__] is dispatcher:
-            scope[dispatcher.__name__] = dispatcher.original
 
 
 # ---- what dispatchers compute

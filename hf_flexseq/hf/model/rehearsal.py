@@ -54,6 +54,7 @@ from transformers.integrations import deepspeed
 from hf_flexseq.base.patches import Patch
 from hf_flexseq.hf.model.noise import dropout_held_by
 from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
+from hf_flexseq.hf.model.recurrent import without_dispatcher
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.towers import attention_of_text
 from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package, users_modules
@@ -317,7 +318,7 @@ def _named_code(kinds: set[type[Any]]) -> Iterator[tuple[str, str, Any]]:
     for file in sorted({*files, masking_utils.__name__}):
         for name, value in vars(sys.modules[file]).items():
             if callable(value) and not name.startswith("__"):  # where torch.compile puts its own
-                yield file, name, value
+                yield file, name, without_dispatcher(value)
             if isinstance(value, type) and value.__module__ == file:
                 for attribute, own in vars(value).items():
                     if not attribute.endswith(_NOTED_ON_CLASSES):

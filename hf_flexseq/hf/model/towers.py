@@ -104,34 +104,28 @@ def attention_of_tower(config: Any) -> str | None:
     return name
 
 
-def attention_of_text(base: PreTrainedModel, name: str) -> Any:
-    """Return an implementation of attention for the text model alone, as
-    `set_attn_implementation` takes it; towers keep their own."""
-    config = base.config
-    text = config.get_text_config()
-    if text is config:
-        return name
-    path = _path_to(config, text)
-    if path is None:
-        return name
-    chosen: Any = name
-    for part in reversed(path):
-        chosen = {"": name, part: chosen}
+def attention_of_text(base: PreTrainedModel, name: str | None = None) -> Any:
+    """Return an implementation of attention for the text model alone, and for the configurations
+    around it, as `set_attn_implementation` takes it; towers keep their own. name: None for the
+    implementations that they have, which may differ from each other."""
+    text = base.config.get_text_config()
+    chosen: Any = name or text._attn_implementation
+    for outer, part in reversed(_path_to(base.config, text)):
+        chosen = {"": name or outer._attn_implementation, part: chosen}
     return chosen
 
 
-def _path_to(config: Any, wanted: Any) -> list[str] | None:
-    """Return the names of sub-configurations that lead to a configuration."""
-    if config is wanted:
-        return []
+def _path_to(config: Any, wanted: Any) -> list[tuple[Any, str]]:
+    """Return the way from a configuration to one inside it: each configuration, and the name of
+    the next one in it; [] where there is none."""
     for name in config.sub_configs:
         inner = getattr(config, name, None)
-        if inner is None:
-            continue
-        below = _path_to(inner, wanted)
-        if below is not None:
-            return [name, *below]
-    return None
+        if inner is wanted:
+            return [(config, name)]
+        below = [] if inner is None else _path_to(inner, wanted)
+        if below:
+            return [(config, name), *below]
+    return []
 
 
 def patch_size(config: Any) -> int:

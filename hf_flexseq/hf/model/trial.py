@@ -202,8 +202,8 @@ def _run(
         # With a mask that hides nothing, transformers does not look for documents in the row. It
         # reads the mask's numbers for recurrent layers, so these are on the CPU.
         given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.int64, device="cpu")
-        listeners = (attach_recurrent(tried), without_liger(), _Counting(tried, seen))
-        rehearse(tried, given, *listeners)
+        attach_recurrent(tried)
+        rehearse(tried, given, without_liger(), _Counting(tried, seen))
     except (UnsupportedAttention, UnsupportedRecurrence) as reason:
         seen.refusal = str(reason)
     except FAULTS as error:  # The meta model itself may be at fault, while the model is fine.
