@@ -49,7 +49,7 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.halo_rows import halo_zone
+from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.ring_exchanges import (
     AHEAD,

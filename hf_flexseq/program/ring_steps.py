@@ -40,7 +40,7 @@ from hf_flexseq.plan.attention_schedule import (
     directions_of,
     interleaved,
 )
-from hf_flexseq.plan.shard import Cut, held_chunks, holder_of
+from hf_flexseq.plan.shard import Cut, held_chunks
 from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
 
@@ -123,21 +123,6 @@ class ZoneLayout:
                 self.starts[sequence, chunk] = row
                 row += cut.tokens((chunk,))
         self.tokens = row
-
-    def held(self, sequence: int, index: int) -> tuple[int, ...]:
-        """Return the chunks of a sequence that the rank of `index` holds."""
-        mirrored = self.cuts[sequence].mirrored
-        return held_chunks(self.strategy, index, len(self.ranks), mirrored=mirrored)
-
-    def holder(self, sequence: int, chunk: int) -> int:
-        """Return the index of the rank that holds a chunk of a sequence."""
-        return holder_of(chunk, len(self.ranks), mirrored=self.cuts[sequence].mirrored)
-
-    def range_of(self, key: ChunkKey, first: int, stop: int) -> tuple[int, int]:
-        """Return the rows [start, stop) of tokens [first, stop) in a chunk of this rank."""
-        sequence, chunk = key
-        row = self.starts[key] - self.cuts[sequence].bounds[chunk]
-        return row + first, row + stop
 
     def tokens_of(self, sequences: Sequence[int], chunks: Sequence[int]) -> list[int]:
         """Return the tokens that `chunks` have in each of the sequences."""
