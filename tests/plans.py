@@ -110,6 +110,12 @@ def with_units(group: Group, units: Sequence[Unit]) -> Group:
     return replace(group, units=own)
 
 
+def path_tokens(unit: Unit, last: int) -> list[int]:
+    """The tokens of a row that ends in the node `last`, in its order."""
+    nodes = [(unit.layout.starts[one], unit.layout.stops[one]) for one in unit.layout.path(last)]
+    return [token for start, stop in nodes for token in range(start, stop)]
+
+
 def random_unit(first: int, rows: int, rng: random.Random) -> Unit:
     """A tree of any form whose rows are `first` and those behind it."""
     nodes = [Node(-1, rng.choice((1, 2, 3, 8, 13)))]

@@ -49,7 +49,6 @@ from hf_flexseq.plan.blocks import Blocks
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.program import heads as head_pieces
-from hf_flexseq.program import ring_steps
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from hf_flexseq.steps.inputs import with_dummy
 from tests.attention import experts as expert_layer
@@ -264,11 +263,10 @@ def _draw_pipeline(number: int, launches: Launches, rng: random.Random) -> Pipel
 def run_attention(run: AttentionRun) -> float:
     """Run the plan on all ranks; return the largest relative error of a gradient."""
     small_pieces = mock.patch.dict(head_pieces.PIECE_ROWS, {"cpu": 1})
-    joined_steps = mock.patch.dict(ring_steps.WORTHY_PAIRS, {"cpu": (1, 100)[run.number % 2]})
     large = mock.patch.dict(schedule.LARGE, {"cpu": run.large, "cuda": run.large})
     short_chunks = mock.patch.object(grid, "CHUNK", 4)  # of recurrent layers
     world_size = run.topology.world_size
-    with large, small_pieces, joined_steps, short_chunks:
+    with large, small_pieces, short_chunks:
         routed_posts.cache_clear()  # what is kept there depends on it
         return attention_error(
             run,

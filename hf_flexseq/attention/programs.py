@@ -72,7 +72,7 @@ class MicroBatchPrograms:
         return self._bound[key]
 
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
-        """Make the missing programs of these keys; their integers go to the device in one copy."""
+        """Make the missing programs of these keys; their integers go to the device."""
         new = [key for key in keys if key not in self._bound]
         for direction, shape in new:
             self._compile(direction, shape)

@@ -130,7 +130,7 @@ class ProcessGroupTransport(Transport):
             return make(pg_options=self._options())
         group: dist.ProcessGroup
         names = dist.distributed_c10d._world.pg_names
-        counts = self.cpu_group.gather_ints([len(names)])  # by rank
+        counts = self.cpu_group.gather_values(len(names))  # by rank
         if all(count == counts[0] for count in counts):
             alone = (self.rank,)
             group = make(

@@ -80,7 +80,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -202,17 +201,6 @@ class CpuGroup(abc.ABC):
     def broadcast_bytes(self, data: bytes) -> bytes:
         """Return the bytes of rank 0 on every rank; other ranks' bytes do not count."""
         return self.gather_bytes(data)[0]
-
-    def gather_ints(self, values: list[int]) -> list[list[int]]:
-        """Return the list of every rank, by rank; the lists may differ in length."""
-        gathered = self.gather_bytes(np.array(values, dtype=np.int64).tobytes())
-        return [np.frombuffer(data, np.int64).tolist() for data in gathered]
-
-    def gather_floats(self, values: Sequence[float]) -> torch.Tensor:
-        """Return the values of every rank: float64 [world, values], as many from each."""
-        gathered = self.gather_bytes(np.array(values, dtype=np.float64).tobytes())
-        rows = [np.frombuffer(data, np.float64) for data in gathered]
-        return torch.from_numpy(np.stack(rows))  # [values] of each -> [world, values]
 
     def gather_values(self, value: Any) -> list[Any]:
         """Return all JSON values, by rank; tuples become lists. Raises TypeError for others."""

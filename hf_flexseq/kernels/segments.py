@@ -3,8 +3,7 @@ and the same lengths on the device.
 
 The lengths are Python ints because every decision about them is taken on the host (loops, launch
 bounds, whether there is any work). Kernels on a GPU also want them as cumulative int32 tensors;
-these are brought together with others (`attention/uploads.py`), or made when first asked for, so
-the CPU never pays for them.
+these are made when first asked for, so the CPU never pays for them.
 
     lengths (3, 0, 2)  ->  cu_seqlens [0, 3, 3, 5], total 5, max 3
 """
@@ -101,11 +100,6 @@ class Segments:
             else:
                 self._cu_seqlens_k = to_device(cumulative(self.k_lens), self.device)
         return self._cu_seqlens_k
-
-    def place(self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
-        """Set the cumulative lengths, int32 [sequences + 1], which are on `device` already."""
-        self._cu_seqlens_q = cu_seqlens_q
-        self._cu_seqlens_k = cu_seqlens_k
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Iterate over the query rows and the key rows of every sequence that has both."""

@@ -1,8 +1,9 @@
 """The ranks of a sequence's tokens, in the order in which a recurrence goes through them.
 
-Attention may read tokens in any order. A recurrence must go from the first token of a row to its
-last, across ranks. A *segment* is a contiguous range of tokens on one rank. The segments of a
-plain sequence, in token order, are its *chain*:
+Full attention may read tokens in any order. A recurrence must go from the first token of a row to
+its last, across ranks; and a layer that reads few tokens reads the last ones before its own. A
+*segment* is a contiguous range of tokens on one rank. The segments of a plain sequence, in token
+order, are its *chain*:
 
     zigzag on two ranks, 8 tokens       0 0 1 1 1 1 0 0
     chain                               rank 0 [0, 2), rank 1 [2, 6), rank 0 [6, 8)
@@ -12,12 +13,12 @@ several may go on from it: the segments are a tree, and a chain is a tree withou
 `tests/plan/test_segments.py` compares the trees with the slices of all ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hf_flexseq.plan.rings import chunks_per_rank
-from hf_flexseq.plan.shard import Zone, contiguous_part, cuts, holder_of
-from hf_flexseq.plan.units import ROOT, NodeTokens, UnitLayout
+from hf_flexseq.plan.shard import Cut, Zone, contiguous_part, cuts, holder_of
+from hf_flexseq.plan.units import ROOT, UnitLayout
 
 
 class Segment(NamedTuple):
@@ -38,7 +39,7 @@ class Segment(NamedTuple):
 class SegmentTree:
     """The segments of one sequence. A *place* is the index of a segment in token order."""
 
-    __slots__ = ("_stops", "depths", "parents", "segments", "wholes")
+    __slots__ = ("_stops", "befores", "depths", "is_chain", "parents", "segments", "wholes")
 
     def __init__(self, segments: Iterable[Segment], parents: Iterable[int]) -> None:
         """segments: in token order, which is depth first. parents: the place of the segment just
@@ -46,8 +47,15 @@ class SegmentTree:
         self.segments = tuple(segments)
         self.parents = tuple(parents)
         depths: list[int] = []
+        befores: list[int] = []
         for parent in self.parents:
-            depths.append(0 if parent == ROOT else depths[parent] + 1)
+            is_first = parent == ROOT
+            depths.append(0 if is_first else depths[parent] + 1)
+            befores.append(0 if is_first else befores[parent] + self.segments[parent].tokens)
+        self.is_chain = self.parents == tuple(range(ROOT, len(self.parents) - 1))
+        """True for a plain sequence: each goes on from the one before it."""
+        self.befores = tuple(befores)
+        """Tokens of the path before each."""
         self.depths = tuple(depths)
         """Number of segments before each."""
         stops = list(range(1, len(self.segments) + 1))
@@ -99,15 +107,15 @@ class SegmentTree:
                 found.setdefault(first, []).append(place)
         return found
 
-    def rows_before(self, place: int, rows: int) -> Iterator[tuple[int, int, int]]:
+    def rows_before(self, place: int, rows: int) -> Iterator[tuple[int, int]]:
         """Yield the last `rows` tokens before a segment, fewer at the start of its sequence, the
-        nearest first: (place, first token, how many of the `rows` come before that)."""
+        nearest first: (place, first token)."""
         while rows and self.parents[place] != ROOT:
             place = self.parents[place]
             segment = self.segments[place]
             taken = min(rows, segment.tokens)
             rows -= taken
-            yield place, segment.stop - taken, rows
+            yield place, segment.stop - taken
 
 
 class HeldSegment(NamedTuple):
@@ -121,33 +129,93 @@ class HeldSegment(NamedTuple):
     """Row of its first token in the zone."""
 
 
-def segments_of(zone: Zone) -> tuple[dict[int, SegmentTree], tuple[HeldSegment, ...]]:
-    """Return all segments of each sequence with tokens in this zone, by index of the sequence in
-    the group; and the rank's own segments, in row order."""
+SegmentKey = tuple[int, int]  # (index of the sequence in the group, place in its tree)
+
+
+class GroupSegments(NamedTuple):
+    """The segments of a group's sequences that one of its ranks has tokens of."""
+
+    ranks: Sequence[int]
+    """Global ranks of the group, by index."""
+    own: int
+    """Index of the rank."""
+    trees: dict[int, SegmentTree]
+    """All segments of each of these sequences, by index of the sequence in the group."""
+    held: tuple[HeldSegment, ...]
+    """The rank's segments, in row order."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the rank."""
+        return sum(self.lengths())
+
+    def tree(self, one: HeldSegment) -> SegmentTree:
+        """Return all segments of the sequence of one of the rank's."""
+        return self.trees[one.member]
+
+    def segment(self, key: SegmentKey) -> Segment:
+        """Return one segment of any rank."""
+        member, place = key
+        return self.trees[member].segments[place]
+
+    def lengths(self) -> list[int]:
+        """Return the tokens of each of the rank's segments."""
+        return [self.segment((one.member, one.place)).tokens for one in self.held]
+
+
+def segments_of(zone: Zone) -> GroupSegments:
+    """Return the segments of the sequences with tokens in this zone."""
+    group, lengths = zone.group, zone.lengths
+    if chunks_per_rank(group.strategy):
+        group_cuts = cuts(group.strategy, lengths, group.degree)
+        found = segments_of_cuts(group_cuts, group.trees, group.ranks, zone.index)
+    else:
+        parts: list[Iterable[Segment]] = []
+        tokens = sum(lengths)
+        first, last = contiguous_part(tokens, zone.index, group.degree)
+        offset = 0  # offset of the sequence in the concatenation
+        for length in lengths:
+            is_here = first < offset + length and offset < last
+            parts.append(_contiguous(offset, length, tokens, group.degree) if is_here else ())
+            offset += length
+        found = _segments(parts, group.trees, group.ranks, zone.index)
+    assert found.tokens == zone.stop - zone.start, "segments are not the rows of the zone"
+    return found
+
+
+def segments_of_cuts(
+    group_cuts: Sequence[Cut],
+    units: Sequence[UnitLayout | None],
+    ranks: Sequence[int],
+    index: int,
+) -> GroupSegments:
+    """Return the segments of sequences that are cut into chunks.
+
+    group_cuts: of each sequence. units: of each sequence, None for a plain one; none if all are
+    plain. ranks: of the group. index: of the rank.
+    """
+    return _segments([_chunks(cut, len(ranks)) for cut in group_cuts], units, ranks, index)
+
+
+def _segments(
+    parts: Sequence[Iterable[Segment]],
+    units: Sequence[UnitLayout | None],
+    ranks: Sequence[int],
+    index: int,
+) -> GroupSegments:
+    """Return the segments that the parts of each sequence make. parts: in token order."""
     trees: dict[int, SegmentTree] = {}
     held = []
     row = 0
-    cuts_chunks = chunks_per_rank(zone.group.strategy) > 0
-    tokens = sum(zone.lengths)
-    first, last = contiguous_part(tokens, zone.index, zone.group.degree)
-    offset = 0  # offset of the sequence in the concatenation
-    units = zone.group.trees or (None,) * len(zone.lengths)
-    for member, (length, unit) in enumerate(zip(zone.lengths, units, strict=True)):
-        if cuts_chunks:
-            parts = _chunks(zone.group.strategy, zone.lengths, member, zone.group.degree)
-        elif first < offset + length and offset < last:
-            parts = _contiguous(offset, length, tokens, zone.group.degree)
-        else:
-            parts = iter(())
-        tree = _tree(parts, unit)
-        offset += length
+    units = units or (None,) * len(parts)
+    for member, (of_one, unit) in enumerate(zip(parts, units, strict=True)):
+        tree = _tree(of_one, unit)
         for place, segment in enumerate(tree.segments):
-            if segment.holder == zone.index:
+            if segment.holder == index:
                 trees[member] = tree
                 held.append(HeldSegment(member, place, row))
                 row += segment.tokens
-    assert row == zone.stop - zone.start, "segments are not the rows of the zone"
-    return trees, tuple(held)
+    return GroupSegments(ranks, index, trees, tuple(held))
 
 
 def _tree(parts: Iterable[Segment], unit: UnitLayout | None) -> SegmentTree:
@@ -159,7 +227,7 @@ def _tree(parts: Iterable[Segment], unit: UnitLayout | None) -> SegmentTree:
     for part in parts:
         if part.start == part.stop:
             continue
-        pieces: Iterable[NodeTokens] = (NodeTokens(0, part.start, part.stop),)
+        pieces: Iterable[tuple[int, int, int]] = ((0, part.start, part.stop),)
         if unit is not None:
             pieces = unit.pieces(part.start, part.stop)
         for node, start, stop in pieces:
@@ -175,13 +243,9 @@ def _tree(parts: Iterable[Segment], unit: UnitLayout | None) -> SegmentTree:
     return SegmentTree(segments, parents)
 
 
-def _chunks(
-    strategy: str, lengths: tuple[int, ...], member: int, degree: int
-) -> Iterator[Segment]:
+def _chunks(cut: Cut, degree: int) -> Iterator[Segment]:
     """Yield the chunks of a sequence, possibly empty."""
-    cut = cuts(strategy, lengths, degree)[member]
-    chunks = chunks_per_rank(strategy) * degree
-    for chunk in range(chunks):
+    for chunk in range(len(cut.bounds) - 1):
         index = holder_of(chunk, degree, mirrored=cut.mirrored)
         yield Segment(index, cut.bounds[chunk], cut.bounds[chunk + 1])
 

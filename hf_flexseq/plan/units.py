@@ -159,17 +159,6 @@ class UnitLayout:
             path.append(self.nodes[path[-1]].parent)
         return path[::-1]
 
-    def ranges(self, node: int, first: int, stop: int) -> list[tuple[int, int]]:
-        """Return the tokens of the unit at the positions [first, stop) of a node's path."""
-        found = []
-        for one in self.path(node):
-            low = max(first, self.before[one])
-            high = min(stop, self.ends[one])
-            if low < high:
-                shift = self.starts[one] - self.before[one]
-                found.append((low + shift, high + shift))
-        return found
-
     def pieces(self, first: int, stop: int) -> Iterator[NodeTokens]:
         """Yield the parts of tokens [first, stop) by node."""
         for node, (low, high) in enumerate(zip(self.starts, self.stops, strict=True)):
@@ -183,11 +172,6 @@ class UnitLayout:
         for before, end in zip(self.before, self.ends, strict=True):
             pairs += reach.pairs(end) - reach.pairs(before)
         return pairs
-
-
-def plain_layout(tokens: int) -> UnitLayout:
-    """Return the layout of a plain sequence: a unit of one node."""
-    return UnitLayout((Node(ROOT, tokens),))
 
 
 @functools.lru_cache(maxsize=1024)

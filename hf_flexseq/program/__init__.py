@@ -10,6 +10,7 @@ nothing.
     builder.py         Builder: emits instructions
     tables.py          Tables: the integers that instructions refer to
     exchange.py        messages between ranks
+    row_exchange.py    rows that go to other ranks, and their gradients that come back
     weave.py           the order in which the zones of a rank go on
     calls.py ring.py ulysses.py hybrid.py
                        the attention of a zone, by strategy

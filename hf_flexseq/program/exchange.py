@@ -62,15 +62,11 @@ class Label:
             return text
         return f"{text}, of {self.channel.name}"
 
-    def __str__(self) -> str:
-        names = [self(peer, sent) for peer, sent in sorted(self.peers)[:1]]
-        return " ".join(name or "" for name in names)
-
 
 class Exchange:
     """Messages between this rank and others: collected first, then posted and waited for once."""
 
-    __slots__ = ("_builder", "_made", "_post", "_recvs", "_sends", "_tag", "label")
+    __slots__ = ("_builder", "_post", "_recvs", "_sends", "_tag", "label")
 
     def __init__(self, builder: Builder, tag: int, label: Label) -> None:
         """tag: messages to one peer take the tags from here on."""
@@ -79,7 +75,6 @@ class Exchange:
         self.label = label
         self._sends: list[tuple[Value, int]] = []  # (value, peer)
         self._recvs: list[tuple[Value, int]] = []
-        self._made: list[Value] = []  # received values that a post makes; others exist already
         self._post: int | None = None  # number of the post; None without messages
 
     def send(self, values: Sequence[Value], peer: int) -> None:
@@ -99,16 +94,9 @@ class Exchange:
                 values.append(self._builder.empty(shape, like.dtype))
                 continue
             value = self._builder.received(shape, like.dtype)
-            self._made.append(value)
             self._recvs.append((value, peer))
             values.append(value)
         return tuple(values)
-
-    def recv_into(self, value: Value, peer: int) -> None:
-        """Add a value [rows, ...] that will hold the rows that `peer` sends."""
-        self.label.peers.add((peer, False))
-        if 0 not in value.shape:
-            self._recvs.append((value, peer))
 
     def wait(self) -> None:
         """Wait until all messages have been sent and received."""
@@ -120,11 +108,9 @@ def post(builder: Builder, exchanges: Sequence[Exchange]) -> None:
     """Start all transfers of some exchanges in one post; nothing where there are none."""
     sends: list[tuple[Value, MessageSpec]] = []
     recvs: list[tuple[Value, MessageSpec]] = []
-    made: list[Value] = []
     for one in exchanges:
         sends += _tagged(one._sends, one._tag)
         recvs += _tagged(one._recvs, one._tag)
-        made += one._made
     if not sends and not recvs:
         return
     spec = PostSpec(
@@ -132,10 +118,7 @@ def post(builder: Builder, exchanges: Sequence[Exchange]) -> None:
         recvs=tuple(message for _, message in recvs),
         labels=tuple(one.label for one in exchanges),
     )
-    makes = {value.number for value in made}
-    read = [value for value, _ in sends]
-    read += [value for value, _ in recvs if value.number not in makes]
-    number = builder.post(spec, read, made)
+    number = builder.post(spec, [value for value, _ in sends], [value for value, _ in recvs])
     for one in exchanges:
         one._post = number
 

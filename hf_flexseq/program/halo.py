@@ -1,32 +1,38 @@
-"""Attention by ranks that hold slices of sequences, and gather the few keys before their slices
-that their queries read, the *halo*, before one kernel call: over a window, within chunks of a
-sequence, and along the paths of units.
+"""Attention by ranks that hold segments of sequences (`plan/segments.py`), and gather the few keys
+before their segments that their queries read, the *halo*, before one kernel call: over a window,
+within chunks of a sequence, and along the paths of units.
 
     window 4, rank 1 of three      0 0 0 0 0 0 1 1 1 1 1 1 2 2 2 2 2 2
                                          h h h s s s s s s                keys that rank 1 reads
 
-1. A slice is a chunk of the strategy's layout: a rank has one or two of each sequence. Its halo is
-   cut at the start of the sequence, and at the start of the queries' chunk where the layer has
-   chunks. Where slices are shorter than a window, several ranks hold parts of it; they come
-   straight from each rank. No other key travels (`halo_rows.py`).
-2. One kernel call takes every slice as a separate sequence over [halo | slice], causal with a left
-   window; of a layer with chunks, every part of a slice that is in one chunk.
+1. A halo is cut at the start of the sequence, and at the start of the queries' chunk where the
+   layer has chunks. Where segments are shorter than a window, several ranks hold parts of it; they
+   come straight from each rank. No other key travels (`segment_halo.py`).
+2. One kernel call takes every segment as a separate sequence over [halo | segment], causal with a
+   left window; of a layer with chunks, every part of a segment that is in one chunk.
 3. Backward: the halo is short, so its keys and values are kept. Their gradients go back to the
    owners, in float32 (float64 for float64), and are added there.
 
 Rejected: a ring that skips the blocks that no query reads. It would call the kernel for every
-block, and kernels have no masks on both edges of a block.
+block, and kernels have no masks on both edges of a block. Rejected: ring steps over units; a
+step's queries of one chunk would read keys of another in many small pieces.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_flexseq.base.layers import Reach
+from hf_flexseq.plan.segments import segments_of_cuts
+from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.builder import Builder, Values
-from hf_flexseq.program.exchange import Channel, Exchange, Label, post
+from hf_flexseq.program.exchange import Channel
 from hf_flexseq.program.instructions import WIDE, RowsSpec, Value
-from hf_flexseq.program.ring_steps import ChunkRows, name_chunks
+from hf_flexseq.program.ring_steps import ZoneLayout
+from hf_flexseq.program.row_exchange import gather, give_back
+from hf_flexseq.program.segment_halo import keys_before, path_call
 from hf_flexseq.program.tags import HALO_GRADIENTS, HALO_KEYS
 from hf_flexseq.program.weave import END, ZoneSteps
+from hf_flexseq.program.zone_segments import RowMessages
 from hf_flexseq.program.zones import LayerRows, Sinks
 
 
@@ -38,11 +44,8 @@ class HaloZone:
     """Of this zone, among all rows of the rank."""
     tokens: int
     """Their number."""
-    channel: Channel
-    sent: Sequence[ChunkRows]
-    """Rows of this rank."""
-    received: Sequence[ChunkRows]
-    """Rows that follow them among the gathered ones."""
+    messages: RowMessages
+    """The halos; received rows follow this rank's among the gathered ones."""
     key_rows: RowsSpec
     """[keys of the call], gathered rows."""
     call: int
@@ -51,7 +54,7 @@ class HaloZone:
     @property
     def gathered_tokens(self) -> int:
         """Rows of this rank, and of its halos."""
-        return self.tokens + sum(message.rows.tokens for message in self.received)
+        return self.tokens + sum(number for _, number in self.messages.received)
 
     def forward(
         self, b: Builder, q: Value, k: Value, v: Value, sinks: Sinks | None = None
@@ -94,19 +97,11 @@ class HaloZone:
         until: the time of the zone at which all keys have arrived.
         """
         kv = b.pair(k, v)  # [tokens, 2, kv_heads, head_dim]
-        # [gathered tokens, 2, kv_heads, head_dim]: this rank's own rows come first
-        gathered = b.empty((self.gathered_tokens, *kv.shape[1:]), kv.dtype)
-        b.put(gathered, RowsSpec(kv.rows, start=0), kv)
-        label = self._label("keys of", sent=self.sent, received=self.received)
-        exchange = Exchange(b, self.channel.tag(HALO_KEYS), label)
-        for message in self.sent:
-            exchange.send([b.take(gathered, message.rows)], message.peer)
-        for message, part in self._halos(b, gathered):
-            exchange.recv_into(part, message.peer)
-        post(b, [exchange])
+        exchanges, halos = gather(b, [self.messages], kv, HALO_KEYS)
         yield until
-        exchange.wait()
-        return b.take(gathered, self.key_rows)
+        exchanges.wait()
+        # [gathered tokens, 2, kv_heads, head_dim]: this rank's own rows come first
+        return b.take(b.join([kv, *halos]), self.key_rows)
 
     def _return(self, b: Builder, dkeys: Value, dvalues: Value) -> ZoneSteps[Values]:
         """Return gradients to the owners of the keys and sum them: 2 x [keys, kv_heads, head_dim]
@@ -118,40 +113,38 @@ class HaloZone:
         for of_one, grads in zip(b.unpair(sums), (dkeys, dvalues), strict=True):
             b.accumulate(of_one, self.key_rows, grads)
         # 2. gradients of halos to their owners, and of this rank's keys from every reader
-        label = self._label("gradients of", sent=self.received, received=self.sent)
-        exchange = Exchange(b, self.channel.tag(HALO_GRADIENTS), label)
-        for message, part in self._halos(b, sums):
-            exchange.send([part], message.peer)
-        returned = []
-        for message in self.sent:
-            (part,) = exchange.recv([sums], message.rows.tokens, message.peer)
-            returned.append(part)
-        post(b, [exchange])
-        yield END
-        exchange.wait()
         own = b.part(sums, 0, self.tokens)
-        for part, message in zip(returned, self.sent, strict=True):
-            b.add(own, message.rows, part)
+        halos = b.part(sums, self.tokens, self.gathered_tokens)
+        exchanges, returned = give_back(b, [self.messages], halos, HALO_GRADIENTS)
+        yield END
+        exchanges.wait()
+        for rows, part in returned:
+            b.add(own, rows, part)
         return b.unpair(own)
 
-    def _halos(self, b: Builder, gathered: Value) -> list[tuple[ChunkRows, Value]]:
-        """Return each message that brings a halo, with its rows, views of `gathered`."""
-        halos = []
-        start = self.tokens
-        for message in self.received:
-            stop = start + message.rows.tokens
-            halos.append((message, b.part(gathered, start, stop)))
-            start = stop
-        return halos
 
-    def _label(
-        self, what: str, *, sent: Sequence[ChunkRows], received: Sequence[ChunkRows]
-    ) -> Label:
-        """Make the label that names the chunks of these messages in errors."""
+def halo_zone(
+    rows: slice,
+    layout: ZoneLayout,
+    reach: Reach,
+    channel: Channel,
+    units: Sequence[UnitLayout | None] = (),
+) -> HaloZone:
+    """Make this rank's part in a group.
 
-        def describe(peer: int, to_peer: bool) -> str:
-            messages = sent if to_peer else received
-            (chunks,) = [message.chunks for message in messages if message.peer == peer]
-            return f"{what} {name_chunks(chunks, self.channel.group.sequences)}"
-
-        return Label(self.channel, describe)
+    rows: of the zone among all rows of the rank. layout: the chunks of the group's ranks. reach:
+    which keys a query reads. units: of each sequence, None for a plain one; none if all are plain.
+    """
+    tables = layout.tables
+    segments = segments_of_cuts(layout.cuts, units, layout.ranks, layout.index)
+    assert segments.tokens == layout.tokens, "segments are not the rows of the zone"
+    found = keys_before(segments, reach)
+    sent = tuple((peer, tables.order(of_peer)) for peer, of_peer in found.sent)
+    key_rows, call = path_call(segments, found, reach, tables)
+    return HaloZone(
+        rows=rows,
+        tokens=layout.tokens,
+        messages=RowMessages(channel, "keys before segments", sent, found.received),
+        key_rows=key_rows,
+        call=call,
+    )

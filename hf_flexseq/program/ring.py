@@ -49,7 +49,7 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.exchange import Channel
-from hf_flexseq.program.halo_rows import halo_zone
+from hf_flexseq.program.halo import halo_zone
 from hf_flexseq.program.instructions import INPUT, WIDE, Value
 from hf_flexseq.program.ring_exchanges import (
     AHEAD,
@@ -105,18 +105,14 @@ class RingZone:
             call_queries, call_keys = fetches.next()
             for arrived in arrived_returns(returned, leave=AHEAD):
                 running.merge_all(arrived.of_queries)
-            # 2. attend: (out [n, H, D], lse [n, H]) for each read
-            results = _attend(b, step, call_queries, call_keys)
+            # 2. attend: (out [n, H, D], lse [n, H])
+            result = _attend(b, step, call_queries, call_keys)
             # 3. merge here, or send to where the queries are
-            for read, result in zip(step.reads, results, strict=True):
-                if read.queries.peer == b.rank:
-                    running.take(read.queries.rows, result, first=step.time == DIAGONAL_TIME)
+            read = step.read
+            if read is not None and read.queries.peer == b.rank:
+                running.take(read.queries.rows, result, first=step.time == DIAGONAL_TIME)
             back = exchanges.returned(
-                step,
-                of_queries=results,
-                like_queries=(q, lse_like),
-                of_keys=[()] * len(results),
-                like_keys=(),
+                step, of_queries=result, like_queries=(q, lse_like), of_keys=(), like_keys=()
             )
             returned.append(back)
             fetches.post_with(back.exchange)
@@ -153,14 +149,14 @@ class RingZone:
             call_queries, call_keys = fetches.next()
             for arrived in arrived_returns(returned, leave=AHEAD):
                 _add_arrived(dq, dkv, arrived)
-            # 2. gradients: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) for each read
+            # 2. gradients: (dq [n, H, D],) and (dkv [m, 2, Hkv, D],)
             call_dq, call_dkv = _call_backward(b, step, call_queries, call_keys)
             # 3. add here, or send to where the rows are
-            for read, read_dq, read_dkv in zip(step.reads, call_dq, call_dkv, strict=True):
-                if read.queries.peer == b.rank:
-                    dq.add(read.queries.rows, read_dq)
-                if read.keys.peer == b.rank:
-                    dkv.add(read.keys.rows, read_dkv)
+            read = step.read
+            if read is not None and read.queries.peer == b.rank:
+                dq.add(read.queries.rows, call_dq)
+            if read is not None and read.keys.peer == b.rank:
+                dkv.add(read.keys.rows, call_dkv)
             back = exchanges.returned(
                 step, of_queries=call_dq, like_queries=(q,), of_keys=call_dkv, like_keys=(kv,)
             )
@@ -180,16 +176,6 @@ class RingZone:
         return self.backward(b, rows.dout, saved, sinks)
 
 
-def _apart(b: Builder, values: Values, counts: Sequence[int]) -> list[Values]:
-    """Return the values of a call by read: [all n, ...] each -> [n, ...], views."""
-    parts = []
-    start = 0
-    for count in counts:
-        parts.append(tuple(b.part(x, start, start + count) for x in values))
-        start += count
-    return parts
-
-
 def ring_zone(
     rows: slice,
     layout: ZoneLayout,
@@ -204,48 +190,41 @@ def ring_zone(
     """
     if trees or not reach.is_full:
         return halo_zone(rows, layout, reach, channel, trees)
-    steps = make_ring_steps(layout, worthy_pairs=machine.worthy_pairs, device=machine.device)
+    steps = make_ring_steps(layout, device=machine.device)
     return RingZone(rows, steps, channel, layout.tables)
 
 
 # ---- one call
 
 
-def _attend(b: Builder, step: RingStep, of_queries: Values, of_keys: Values) -> list[Values]:
-    """Return (out [n, H, D], lse [n, H]) of the step's call for each read; nothing without a call.
+def _attend(b: Builder, step: RingStep, of_queries: Values, of_keys: Values) -> Values:
+    """Return (out [n, H, D], lse [n, H]) of the step's call; nothing without a call.
 
-    of_queries: (q [all n, H, D],), of_keys: (kv [all m, 2, Hkv, D],), the rows that it reads.
+    of_queries: (q [n, H, D],), of_keys: (kv [m, 2, Hkv, D],), the rows that it reads.
     """
     if step.call is None:
-        return []
+        return ()
     (q,) = of_queries
     (kv,) = of_keys
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
     out, lse = b.attend(q, k, v, step.call)
-    # lse [H, n] -> [n, H]
-    return _apart(b, (out, b.turned(lse)), [read.queries.rows.tokens for read in step.reads])
+    return out, b.turned(lse)  # [H, n] -> [n, H]
 
 
 def _call_backward(
     b: Builder, step: RingStep, of_queries: Values, of_keys: Values
-) -> tuple[list[Values], list[Values]]:
-    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the step's call for each read; nothing
-    without a call.
+) -> tuple[Values, Values]:
+    """Return (dq [n, H, D],) and (dkv [m, 2, Hkv, D],) of the step's call; nothing without one.
 
-    of_queries: q, dout, out [all n, H, D] and lse [all n, H]. of_keys: (kv [all m, 2, Hkv, D],).
+    of_queries: q, dout, out [n, H, D] and lse [n, H]. of_keys: (kv [m, 2, Hkv, D],).
     """
     if step.call is None:
-        return [], []
+        return (), ()
     (kv,) = of_keys
     q, dout, out, lse = of_queries
     k, v = b.unpair(kv)  # [m, 2, Hkv, D] -> 2 x [m, Hkv, D]
     dq, dk, dv = b.gradients(dout, q, k, v, out, b.kernel_lse(lse), step.call)
-    dkv = b.pair(dk, dv)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
-    of_reads = [read.queries.rows.tokens for read in step.reads]
-    return (
-        _apart(b, (dq,), of_reads),
-        _apart(b, (dkv,), [read.keys.rows.tokens for read in step.reads]),
-    )
+    return (dq,), (b.pair(dk, dv),)  # 2 x [m, Hkv, D] -> [m, 2, Hkv, D]
 
 
 def _add_arrived(dq: Total, dkv: Total, arrived: PendingReturn) -> None:

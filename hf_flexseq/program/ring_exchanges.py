@@ -31,10 +31,10 @@ class PendingFetch(NamedTuple):
 
     exchange: Exchange
 
-    of_queries: Sequence[Values]
-    """By read, n queries: (q [n, H, D],), or in the backward (q, dout, out, lse [n, H])."""
-    of_keys: Sequence[Values]
-    """By read, values of the m keys: (kv [m, 2, Hkv, D],)."""
+    of_queries: Values
+    """n queries: (q [n, H, D],), or in the backward (q, dout, out, lse [n, H])."""
+    of_keys: Values
+    """Values of the m keys: (kv [m, 2, Hkv, D],)."""
 
 
 class PendingReturn(NamedTuple):
@@ -66,26 +66,25 @@ class RingExchanges:
             exchange.send(b.take_all(of_queries, share.rows), share.peer)
         for share in step.sent_keys:
             exchange.send([b.take(kv, share.rows)], share.peer)
-        if step.call is None:
-            return PendingFetch(exchange, [], [])
-        # All queries before all keys, as they are sent.
-        call_queries = [_read(b, exchange, read.queries, of_queries) for read in step.reads]
-        call_keys = [_read(b, exchange, read.keys, (kv,)) for read in step.reads]
+        if step.read is None:
+            return PendingFetch(exchange, (), ())
+        # Queries before keys, as they are sent.
+        call_queries = _read(b, exchange, step.read.queries, of_queries)
+        call_keys = _read(b, exchange, step.read.keys, (kv,))
         return PendingFetch(exchange, call_queries, call_keys)
 
     def returned(
         self,
         step: RingStep,
         *,
-        of_queries: Sequence[Values],
+        of_queries: Values,
         like_queries: Values,
-        of_keys: Sequence[Values],
+        of_keys: Values,
         like_keys: Values,
     ) -> PendingReturn:
         """Collect the results of a step's calls: from this rank to peers, and from peers to here.
 
-        of_queries, of_keys: by read, results [n, ...] of this rank's call, about its queries and
-            its keys.
+        of_queries, of_keys: results [n, ...] of this rank's call, about its queries and its keys.
         like_queries, like_keys: values [t, ...] of this rank that are like such results but for
             the number of rows; results travel in their dtypes.
         Rows [n, ...] on the rank that computes -> [n, ...] on the rank that holds their tokens.
@@ -93,11 +92,11 @@ class RingExchanges:
         b = self.builder
         exchange = self._new_exchange(step, returns=True)
         # The order of these four decides the tags: queries before keys.
-        for read, results in zip(step.reads, of_queries, strict=True):
-            _send_results(b, exchange, read.queries, results, like_queries)
+        if step.read is not None:
+            _send_results(b, exchange, step.read.queries, of_queries, like_queries)
         coming_queries = _receive_results(exchange, step.sent_queries, like_queries)
-        for read, results in zip(step.reads, of_keys, strict=True):
-            _send_results(b, exchange, read.keys, results, like_keys)
+        if step.read is not None:
+            _send_results(b, exchange, step.read.keys, of_keys, like_keys)
         coming_keys = _receive_results(exchange, step.sent_keys, like_keys)
         return PendingReturn(exchange, coming_queries, coming_keys)
 
@@ -113,7 +112,7 @@ class RingExchanges:
         read_here = sent == returns
         sides: Sequence[ChunkRows]
         if read_here:
-            sides = [side for read in step.reads for side in read]
+            sides = step.read or ()
         else:
             sides = (*step.sent_queries, *step.sent_keys)
         chunks: list[ChunkKey] = []
@@ -161,7 +160,7 @@ class Fetches:
         fetch = self._pending.popleft()
         self._taken += 1
         fetch.exchange.wait()
-        return _together(self._builder, fetch.of_queries), _together(self._builder, fetch.of_keys)
+        return fetch.of_queries, fetch.of_keys
 
     @property
     def _next(self) -> RingStep:
@@ -191,11 +190,6 @@ def _read(b: Builder, exchange: Exchange, operand: ChunkRows, values: Values) ->
     if operand.peer == b.rank:
         return b.take_all(values, operand.rows)
     return exchange.recv(values, operand.rows.tokens, operand.peer)
-
-
-def _together(b: Builder, parts: Sequence[Values]) -> Values:
-    """Return the values of several reads one after the other: [n, ...] each -> [all n, ...]."""
-    return tuple(b.join(of_reads) for of_reads in zip(*parts, strict=True))
 
 
 def _send_results(

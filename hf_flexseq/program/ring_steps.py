@@ -7,8 +7,7 @@
 
 A step covers all sequences of a group that lie the same way round (a *direction*): one kernel
 call, and one message per tensor and peer. Groups with two directions alternate between them, a
-step of the one and a step of the other. Where the calls of a direction are short, a step takes
-several times of the schedule: one kernel call and one post for all of them.
+step of the one and a step of the other.
 
 One step of one rank, in the forward:
 
@@ -35,25 +34,15 @@ import numpy as np
 from hf_flexseq.plan.attention_schedule import (
     BlockCall,
     ChunkKey,
-    Direction,
     calls_of_rank,
     directions_of,
     interleaved,
 )
-from hf_flexseq.plan.shard import Cut, held_chunks, holder_of
+from hf_flexseq.plan.shard import Cut, held_chunks
 from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
 
 DIAGONAL_TIME = 0  # time of a schedule at which every rank attends to its own chunks
-
-# (query, key) pairs that make a step worth a post and a kernel call of its own: those which a
-# device computes in about the time in which its host launches and posts a step. On CUDA 0.2 ms
-# forward and backward, at 6e14 FLOP/s with 32 heads of size 128. Steps of fewer pairs are joined.
-WORTHY_PAIRS = {"cpu": 1 << 11, "cuda": 1 << 21}
-
-# Queries of joined steps at most: a joined call has copies of them, and so needs about as much
-# memory as a call of a rank with so many tokens.
-JOINED_QUERIES = 512
 
 
 class ChunkRows(NamedTuple):
@@ -78,16 +67,16 @@ class Read(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """Work and transfers of one rank at one time of a direction's schedule, or at several."""
+    """Work and transfers of one rank at one time of a direction's schedule."""
 
     number: int
     """Position among the steps of the group, the same on all of its ranks."""
     time: int
-    """First time of the schedule; at `DIAGONAL_TIME` nothing travels."""
+    """Of the schedule; at `DIAGONAL_TIME` nothing travels."""
     call: int | None
     """Number of the lengths of this rank's kernel call; None when it has no call in this step."""
-    reads: tuple[Read, ...]
-    """Reads of the kernel call, in the order of its sequences."""
+    read: Read | None
+    """What the kernel call reads; None without a call."""
     sent_queries: tuple[ChunkRows, ...]
     """Queries of this rank that calls of other ranks read."""
     sent_keys: tuple[ChunkRows, ...]
@@ -124,21 +113,6 @@ class ZoneLayout:
                 row += cut.tokens((chunk,))
         self.tokens = row
 
-    def held(self, sequence: int, index: int) -> tuple[int, ...]:
-        """Return the chunks of a sequence that the rank of `index` holds."""
-        mirrored = self.cuts[sequence].mirrored
-        return held_chunks(self.strategy, index, len(self.ranks), mirrored=mirrored)
-
-    def holder(self, sequence: int, chunk: int) -> int:
-        """Return the index of the rank that holds a chunk of a sequence."""
-        return holder_of(chunk, len(self.ranks), mirrored=self.cuts[sequence].mirrored)
-
-    def range_of(self, key: ChunkKey, first: int, stop: int) -> tuple[int, int]:
-        """Return the rows [start, stop) of tokens [first, stop) in a chunk of this rank."""
-        sequence, chunk = key
-        row = self.starts[key] - self.cuts[sequence].bounds[chunk]
-        return row + first, row + stop
-
     def tokens_of(self, sequences: Sequence[int], chunks: Sequence[int]) -> list[int]:
         """Return the tokens that `chunks` have in each of the sequences."""
         return [self.cuts[sequence].tokens(chunks) for sequence in sequences]
@@ -152,13 +126,10 @@ class ZoneLayout:
         return self.tables.rows(ranges)
 
 
-def make_ring_steps(
-    layout: ZoneLayout, *, worthy_pairs: int = 1, device: str = "cuda"
-) -> tuple[RingStep, ...]:
+def make_ring_steps(layout: ZoneLayout, *, device: str = "cuda") -> tuple[RingStep, ...]:
     """Return the steps of one rank of a group under a ring strategy, in the order of execution.
 
-    layout: of the rank; its tables take rows and lengths of the steps. worthy_pairs: times of the
-    schedule are joined until a step has about so many (query, key) pairs. device: "cpu" or "cuda",
+    layout: of the rank; its tables take rows and lengths of the steps. device: "cpu" or "cuda",
     see `directions_of`.
     """
     by_direction = []
@@ -170,26 +141,13 @@ def make_ring_steps(
             mirrored=direction.mirrored,
             chunk_by_chunk=direction.chunk_by_chunk,
         )
-        steps = [_make_ring_step(DIAGONAL_TIME, calls_by_time[0], direction.sequences, layout)]
-        times = _joined_times(direction, layout.cuts, worthy_pairs)
-        for time in range(1, len(calls_by_time), times):
-            calls = [call for at_time in calls_by_time[time : time + times] for call in at_time]
-            steps.append(_make_ring_step(time, calls, direction.sequences, layout))
+        steps = [
+            _make_ring_step(time, calls, direction.sequences, layout)
+            for time, calls in enumerate(calls_by_time)
+        ]
         by_direction.append(steps)
     numbered = enumerate(interleaved(by_direction))
     return tuple(step._replace(number=number) for number, step in numbered)
-
-
-def _joined_times(direction: Direction, group_cuts: Sequence[Cut], worthy_pairs: int) -> int:
-    """Return how many times of a direction's schedule make a step: the same on all ranks."""
-    queries = 0.0  # of a call of two chunks with one, as a zigzag's are
-    pairs = 0.0
-    for sequence in direction.sequences:
-        bounds = group_cuts[sequence].bounds
-        chunk = bounds[-1] / (len(bounds) - 1)  # tokens of a mean chunk
-        queries += 2 * chunk
-        pairs += 2 * chunk * chunk
-    return max(1, int(min(worthy_pairs / pairs, JOINED_QUERIES / queries)))
 
 
 def _make_ring_step(
@@ -198,14 +156,12 @@ def _make_ring_step(
     sequences_of_direction: Sequence[int],
     layout: ZoneLayout,
 ) -> RingStep:
-    """Return the step of this rank at one time of a direction or at several, without its number.
+    """Return the step of this rank at one time of a direction, without its number.
 
-    calls: the calls in which this rank has a part; one at most of each time is its own.
+    calls: the calls in which this rank has a part; one at most is its own.
     """
-    reads: list[Read] = []
-    q_lens: list[int] = []
-    k_lens: list[int] = []
-    causal = False
+    number = None
+    read = None
     sent_queries: list[ChunkRows] = []
     sent_keys: list[ChunkRows] = []
     for call in calls:
@@ -218,25 +174,23 @@ def _make_ring_step(
         if not sequences:
             continue
         if call.worker == layout.index:
-            q_lens += layout.tokens_of(sequences, call.queries)
-            k_lens += layout.tokens_of(sequences, call.keys)
-            causal = call.causal
+            q_lens = layout.tokens_of(sequences, call.queries)
+            k_lens = layout.tokens_of(sequences, call.keys)
+            number = layout.tables.call(q_lens, k_lens, causal=call.causal)
             read = Read(
                 queries=_operand(call.reader, sequences, call.queries, layout),
                 keys=_operand(call.source, sequences, call.keys, layout),
             )
-            reads.append(read)
             continue
         if call.reader == layout.index:
             sent_queries.append(_share(call.worker, sequences, call.queries, layout))
         if call.source == layout.index:
             sent_keys.append(_share(call.worker, sequences, call.keys, layout))
-    number = layout.tables.call(q_lens, k_lens, causal=causal) if reads else None
     return RingStep(
         number=0,
         time=time,
         call=number,
-        reads=tuple(reads),
+        read=read,
         sent_queries=tuple(sent_queries),
         sent_keys=tuple(sent_keys),
     )
@@ -293,7 +247,7 @@ def _halves(step: RingStep, tables: Tables) -> tuple[RingStep, RingStep]:
         first queries   causal     -               the first step attends to the two triangles,
         second queries  full       causal          the second step to the square
     """
-    if step.call is None:
+    if step.call is None or step.read is None:
         return step, step
     # 1. the lengths of the halves
     lengths = tables.calls[step.call].q_lens
@@ -305,7 +259,7 @@ def _halves(step: RingStep, tables: Tables) -> tuple[RingStep, RingStep]:
         all_halves += [length - second, second]
 
     # 2. their rows: [rows of the step] -> [rows of a half], by half
-    (read,) = step.reads
+    read = step.read
     rows = tables.positions(read.queries.rows)
     half_rows = np.split(rows, np.cumsum(all_halves)[:-1])
     first_rows = tables.order(np.concatenate(half_rows[::2]))
@@ -314,11 +268,11 @@ def _halves(step: RingStep, tables: Tables) -> tuple[RingStep, RingStep]:
     # 3. the steps
     triangles = step._replace(call=tables.call(all_halves, all_halves, causal=True))
     if not sum(seconds):
-        return triangles, step._replace(call=None, reads=())
+        return triangles, step._replace(call=None, read=None)
     square = Read(
         queries=read.queries._replace(rows=second_rows), keys=read.keys._replace(rows=first_rows)
     )
-    squares = step._replace(call=tables.call(seconds, firsts, causal=False), reads=(square,))
+    squares = step._replace(call=tables.call(seconds, firsts, causal=False), read=square)
     return triangles, squares
 
 

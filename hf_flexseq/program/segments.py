@@ -39,18 +39,11 @@ class RankSegments:
         lengths: list[int] = []
         middle: list[int] = []
         for number, zone in enumerate(zones):
-            trees, held = segments_of(zone)
-            of_zone = ZoneSegments(
-                channel=Channel(zone.group, number),
-                trees=trees,
-                held=held,
-                own=zone.index,
-                start=zone.start,
-                number=len(lengths),
-            )
+            channel, of_group = Channel(zone.group, number), segments_of(zone)
+            of_zone = ZoneSegments(channel, of_group, zone.start, number=len(lengths))
             self._zones.append(of_zone)
             middle += of_zone.middle()
-            lengths += of_zone.lengths()
+            lengths += of_group.lengths()
         self.lengths = tuple(lengths)
         """Tokens of each segment."""
         self.middle = tuple(middle)

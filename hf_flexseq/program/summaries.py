@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_flexseq.plan.segments import SegmentTree
+from hf_flexseq.plan.segments import SegmentKey, SegmentTree
 from hf_flexseq.plan.units import ROOT
 from hf_flexseq.program.instructions import RowsSpec
 from hf_flexseq.program.tables import Tables
-from hf_flexseq.program.zone_segments import RowMessages, SegmentKey, ZoneSegments
+from hf_flexseq.program.zone_segments import RowMessages, ZoneSegments
 
 
 class Link(NamedTuple):
@@ -184,11 +184,11 @@ class _Order:
         needed: set[SummaryKey] = set()
         for index, zone in enumerate(zones):
             if after:
-                for member, tree in zone.trees.items():
+                for member, tree in zone.of_group.trees.items():
                     for place, members in tree.folded().items():
                         self._members[index, (member, place)] = members
             for number, one in zone.numbered():
-                tree = zone.tree(one)
+                tree = zone.of_group.tree(one)
                 if len(tree.segments) == 1:
                     continue
                 self.held[index, (one.member, one.place)] = number
@@ -212,7 +212,7 @@ class _Order:
     def tree(self, key: SummaryKey) -> SegmentTree:
         """Return all segments of the sequence of one."""
         index, (member, _) = key
-        return self.zones[index].trees[member]
+        return self.zones[index].of_group.trees[member]
 
     def _parent(self, key: SummaryKey) -> SummaryKey:
         index, (member, place) = key
@@ -299,28 +299,29 @@ def _messages(
 ) -> RowMessages:
     """Return the messages of a zone's rows, and add other ranks' rows to `rows`."""
     zone = order.zones[index]
+    of_group = zone.of_group
     # 1. the rows that go to others: to all before, or behind, what they are about
     given: dict[int, list[SummaryKey]] = defaultdict(list)  # by reader
     for key in rows:
         if key[0] == index and key in order.held:
-            for holder in order.readers(key) - {zone.own}:
+            for holder in order.readers(key) - {of_group.own}:
                 given[holder].append(key)
     sent = []
     for holder, keys in sorted(given.items()):
         ranges = [(rows[key], rows[key] + 1) for key in sorted(keys)]
-        sent.append((zone.rank(holder), tables.rows(ranges)))
+        sent.append((of_group.ranks[holder], tables.rows(ranges)))
 
     # 2. those that come from others
     wanted: dict[int, list[SummaryKey]] = defaultdict(list)  # by holder
     for key in order.needed:
-        holder = zone.segment(key[1]).holder if key[0] == index else zone.own
-        if holder != zone.own:
+        holder = of_group.segment(key[1]).holder if key[0] == index else of_group.own
+        if holder != of_group.own:
             wanted[holder].append(key)
     received = []
     for holder, keys in sorted(wanted.items()):
         for key in keys:
             rows[key] = len(rows)
-        received.append((zone.rank(holder), len(keys)))
+        received.append((of_group.ranks[holder], len(keys)))
     return RowMessages(zone.channel, "summaries of segments", tuple(sent), tuple(received))
 
 

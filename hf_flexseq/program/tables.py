@@ -74,13 +74,6 @@ class Tables:
             self._ranges[key] = self.index(np.concatenate(parts))
         return RowsSpec(tokens, array=self._ranges[key])
 
-    def listed(self, ranges: Sequence[tuple[int, int]]) -> RowsSpec:
-        """Return rows given as ranges [start, stop), one by one: they may repeat, and become a
-        tensor of their own."""
-        parts = [np.arange(0), *(np.arange(start, stop) for start, stop in ranges)]
-        rows = np.concatenate(parts)
-        return RowsSpec(len(rows), array=self.index(rows))
-
     def backwards(self, ranges: Sequence[tuple[int, int]]) -> RowsSpec:
         """Return rows given as ranges [start, stop), each from its last row to its first."""
         key = tuple(ranges)

@@ -25,8 +25,11 @@ from typing import NamedTuple
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.blocks import Range
-from hf_flexseq.plan.units import UnitLayout, plain_layout
+from hf_flexseq.plan.segments import segments_of_cuts
+from hf_flexseq.plan.shard import Cut
+from hf_flexseq.plan.units import UnitLayout
 from hf_flexseq.program.instructions import RowsSpec
+from hf_flexseq.program.segment_halo import keys_before, path_call
 from hf_flexseq.program.tables import Tables
 
 
@@ -80,22 +83,10 @@ def _call_of_paths(
     lengths: Sequence[int], trees: Sequence[UnitLayout | None], reach: Reach, tables: Tables
 ) -> RowsCall:
     """Return the call in which the parts of each node read the keys of their paths in reach."""
-    keys: list[Range] = []
-    q_lens: list[int] = []
-    k_lens: list[int] = []
-    offset = 0
-    for length, tree in zip(lengths, trees, strict=True):
-        unit = plain_layout(length) if tree is None else tree
-        for node, (before, end) in enumerate(zip(unit.before, unit.ends, strict=True)):
-            for span in reach.spans(before, end):
-                q_lens.append(span.queries)
-                k_lens.append(span.stop - span.first_key)
-                for start, stop in unit.ranges(node, span.first_key, span.stop):
-                    keys.append((offset + start, offset + stop))
-        offset += length
-    call = tables.call(q_lens, k_lens, causal=True, window=reach.window)
-    everything = RowsSpec(offset, start=0)
-    return RowsCall(everything, tables.listed(keys), call, repeats_keys=True)
+    whole = [Cut(bounds=(0, length), mirrored=False) for length in lengths]
+    segments = segments_of_cuts(whole, trees, ranks=(0,), index=0)
+    keys, call = path_call(segments, keys_before(segments, reach), reach, tables)
+    return RowsCall(RowsSpec(segments.tokens, start=0), keys, call, repeats_keys=True)
 
 
 def _chain_stops(tree: UnitLayout) -> list[int]:

@@ -24,7 +24,6 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import Value
-from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.program.weave import ZoneSteps
 
 
@@ -38,11 +37,6 @@ class Machine:
     """"cpu" or "cuda": how large calls must be to be worth their launches."""
     wide_gradients: bool
     """True if the kernel leaves gradients of 16-bit tensors in float32."""
-
-    @property
-    def worthy_pairs(self) -> int:
-        """(query, key) pairs that make a step of a ring worth its launches."""
-        return WORTHY_PAIRS["cpu" if self.device == "cpu" else "cuda"]
 
     def piece_rows(self, ranks: Sequence[int]) -> int | None:
         """Return the query heads x tokens that make a piece of the heads of `ranks` worth a kernel

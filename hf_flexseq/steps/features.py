@@ -211,7 +211,7 @@ class StepImages:
 
         # 2. which rows of its own it sends to each rank
         cpu_group = communicator.cpu_group
-        of_ranks = cpu_group.gather_ints([*received_counts, calls])
+        of_ranks = cpu_group.gather_values([*received_counts, calls])
         counts = [of_rank[communicator.rank] for of_rank in of_ranks]
         self._calls = max(of_rank[-1] for of_rank in of_ranks) if is_sharded else calls
         asked = cpu_group.exchange_rows(

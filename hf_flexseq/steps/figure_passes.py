@@ -206,8 +206,7 @@ def gathered(
 def _with_agreed(step: RankMicroBatches, gradients: Columns, figures: Columns) -> Columns:
     """Return gradients for every figure that a rank's loss uses, zeros for others' alone."""
     names = sorted(figures)
-    used = [int(name in gradients) for name in names]
-    of_all = step.routes.cpu_group.gather_ints(used)
+    of_all = step.routes.cpu_group.gather_values([name in gradients for name in names])
     agreed = {}
     for name, *flags in zip(names, *of_all, strict=True):
         if name in gradients:

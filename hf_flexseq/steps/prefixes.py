@@ -130,7 +130,7 @@ def gather_rows(
     rows = torch.cat([torch.arange(0), *own_wanted])
     # 2. all to rank 0
     cpu_group = communicator.cpu_group
-    lengths = cpu_group.gather_ints([len(one) for one in own_wanted])
+    lengths = cpu_group.gather_values([len(one) for one in own_wanted])
     sent = [0] * communicator.world_size
     sent[0] = len(rows)
     tokens = [sum(of_rank) if rank == 0 else 0 for of_rank in lengths]

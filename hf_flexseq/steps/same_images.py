@@ -39,7 +39,7 @@ def distinct_images(
         for index in candidates:
             if first_own <= index < first_own + len(own):
                 digests += digest_of(own[index - first_own].arguments)
-        of_ranks = communicator.cpu_group.gather_ints(digests)
+        of_ranks = communicator.cpu_group.gather_values(digests)
         gathered = [number for of_rank in of_ranks for number in of_rank]
         for place, index in enumerate(candidates):  # ranks, and the images of each, are in order
             keys[index] = (*keys[index], *gathered[2 * place : 2 * place + 2])

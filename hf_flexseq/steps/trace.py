@@ -114,8 +114,6 @@ class PlanTrace:
         """Return the seconds that every rank measured, [world, as many as each], and leave their
         remarks on the step. Collective over the world.
 
-        Remarks are rare: one number says whether a rank has one, and only then all are gathered.
-
         measure: waits for the device of this rank. All ranks meet before they do so: a device
         whose peer is lost never ends its work, reports nothing, and the CPU group names the
         peer.
@@ -123,12 +121,9 @@ class PlanTrace:
         cpu_group = self.communicator.cpu_group
         if self.communicator.transport.capabilities.waits_on_stream:
             cpu_group.barrier()
-        gathered = cpu_group.gather_floats([float(step.remark is not None), *measure()])
-        if gathered[:, 0].any():
-            step.remarks = cpu_group.gather_values(step.remark)
-        else:
-            step.remarks = [None] * self.communicator.world_size
-        return gathered[:, 1:]
+        gathered = cpu_group.gather_values((step.remark, measure()))
+        step.remarks = [remark for remark, _ in gathered]
+        return torch.tensor([seconds for _, seconds in gathered], dtype=torch.float64)
 
 
 # ---- figures

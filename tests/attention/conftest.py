@@ -1,17 +1,15 @@
 import pytest
 
 from hf_flexseq.attention import bound_programs
-from hf_flexseq.program import heads, ring_steps
+from hf_flexseq.program import heads
 from tests.attention.strict_operations import StrictFused
 from tests.device import DEVICE
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Heads come in pieces across nodes, and steps of rings are not joined, also where so few
-    tokens would not be worth it."""
+    """Heads come in pieces across nodes, also where so few tokens would not be worth it."""
     monkeypatch.setitem(heads.PIECE_ROWS, DEVICE.type, 1)
-    monkeypatch.setitem(ring_steps.WORTHY_PAIRS, DEVICE.type, 1)
 
 
 @pytest.fixture(autouse=True)

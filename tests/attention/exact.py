@@ -22,6 +22,7 @@ from tests.attention.group import (
     qkv_and_dout,
 )
 from tests.device import DEVICE, own_kernel
+from tests.plans import path_tokens
 from tests.ranks import join
 
 SIZE = 8  # of a query head
@@ -92,11 +93,7 @@ def row_paths(tokens: int, unit: Unit | None) -> Iterator[tuple[torch.Tensor, to
     """Yield the tokens of each row of a sequence, and which of these no row before it has."""
     paths = [torch.arange(tokens)]
     if unit is not None:
-        layout = unit.layout
-        paths = []
-        for _, last in unit.rows:
-            ranges = layout.ranges(last, 0, layout.ends[last])
-            paths.append(torch.cat([torch.arange(*one) for one in ranges]))
+        paths = [torch.tensor(path_tokens(unit, last)) for _, last in unit.rows]
     seen = torch.zeros(tokens, dtype=torch.bool)
     for path in paths:
         yield path, ~seen[path]

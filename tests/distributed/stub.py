@@ -76,7 +76,7 @@ class StubDistributed:
         # All ranks have made equally many groups, and connect without an error.
         monkeypatch.setattr(connect, "_gather_in_store", lambda value: [value] * world_size)
         monkeypatch.setattr(
-            GlooCpuGroup, "gather_ints", lambda cpu_group, values: [values] * world_size
+            GlooCpuGroup, "gather_values", lambda cpu_group, value: [value] * world_size
         )
 
     def new_group(

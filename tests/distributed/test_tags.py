@@ -20,7 +20,6 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import tags
 from hf_flexseq.program.heads import PIECE_ROWS
 from hf_flexseq.program.instructions import LayerShape
-from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.plans import one_group, random_plan
 from tests.program.rank_programs import TRANSFERS, messages_of, programs_of
@@ -76,7 +75,6 @@ def large(request, monkeypatch):
     monkeypatch.setitem(schedule.LARGE, "cpu", request.param)
     if request.param == 1:
         monkeypatch.setitem(PIECE_ROWS, "cpu", 1)
-    monkeypatch.setitem(WORTHY_PAIRS, "cpu", 1)  # steps that are not joined leave NICs idle
     routed_posts.cache_clear()
     yield
     routed_posts.cache_clear()

@@ -147,7 +147,6 @@ def ways_between_nodes(contexts):
     for rank, zone in zones:
         if isinstance(zone, UlyssesZone) and isinstance(zone.inner, Reordered):
             steps = zone.inner.inner.steps
-            reads = [read for step in steps for read in step.reads]
-            if any(read.keys.peer != rank for read in reads):
+            if any(step.read is not None and step.read.keys.peer != rank for step in steps):
                 found.add("ring of a hybrid")
     return found

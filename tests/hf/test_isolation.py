@@ -9,7 +9,6 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.plan import Group, MicroBatch
 from hf_flexseq.plan.shard import make_shard
-from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from tests.hf.by_hand import ways_between_nodes
 from tests.hf.tiny import VOCAB, tiny_llama
 from tests.published.zeppelin.gainful_passes import Always
@@ -109,10 +108,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "strategy", "nested", "with_passes"), LAYOUTS)
-def test_a_changed_document_changes_no_other(
-    nodes, per_node, strategy, nested, with_passes, monkeypatch
-):
-    monkeypatch.setitem(WORTHY_PAIRS, "cpu", 1)  # steps that are not joined leave NICs idle
+def test_a_changed_document_changes_no_other(nodes, per_node, strategy, nested, with_passes):
     topology = Topology(nodes=nodes, ranks_per_node=per_node)
     ranks = topology.world_size
     micro_batch = micro_batch_of(strategy, ranks, nested=nested)

@@ -166,7 +166,7 @@ def index_on_the_host(operation):
         moved = []
         for x in args:
             if isinstance(x, segments.Segments):
-                x.place(x.cu_seqlens_q.cpu(), x.cu_seqlens_k.cpu())
+                x._cu_seqlens_q, x._cu_seqlens_k = x.cu_seqlens_q.cpu(), x.cu_seqlens_k.cpu()
             is_index = isinstance(x, torch.Tensor) and x.dtype == torch.int64
             moved.append(x.cpu() if is_index else x)
         return operation(self, *moved)

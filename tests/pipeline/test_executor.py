@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_flexseq.attention.recurrent.carry import Carrying, Part, StateCarry, WrongOrder
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.pipeline.carry import WrongOrder
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.planning.plan import parse
 from hf_flexseq.pipeline.stages import cut
@@ -92,6 +92,21 @@ def test_a_copy_of_a_stage_at_work_stands_alone():
 def test_a_wrong_order_raises(actions, error, message):
     with pytest.raises(error, match=message):
         train(executor_of(), plan_of(actions))
+
+
+@pytest.mark.parametrize("part", [(0, 6), (3, 8), (6, 8)])
+def test_the_next_part_of_a_recurrent_layer_begins_where_the_last_one_ended(part):
+    carry = StateCarry()
+
+    def store(start, stop):
+        Carrying(carry, "layer", Part(0, start, stop, 8), keeps_grad=True).store(torch.zeros(1))
+
+    store(0, 5)
+    store(0, 5)  # a replay
+    start, stop = part
+    with pytest.raises(WrongOrder, match=rf"forward of \[{start}, {stop}\) .* not the next one"):
+        store(start, stop)
+    store(5, 8)
 
 
 @pytest.mark.parametrize("checkpointed", [0, 1, LAYERS])

@@ -9,7 +9,7 @@ from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.segments import Segment, SegmentTree, segments_of
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import ROOT
-from tests.plans import one_group, random_unit, shards_of
+from tests.plans import one_group, path_tokens, random_unit, shards_of
 
 
 def shards_with_units(strategy, degree, lengths, units):
@@ -44,11 +44,11 @@ def test_segments_are_the_rows_of_their_ranks_and_every_row_goes_through_them(st
         shards = shards_with_units(name, degree, lengths, units)
         for rank, shard in enumerate(shards):
             (zone,) = shard.zones
-            of_rank, held = segments_of(zone)
-            for member, tree in of_rank.items():
+            found = segments_of(zone)
+            for member, tree in found.trees.items():
                 first = trees.setdefault(member, tree)
                 assert (first.segments, first.parents) == (tree.segments, tree.parents)
-            for one in held:
+            for one in found.held:
                 segment = trees[one.member].segments[one.place]
                 assert segment.holder == rank
                 for token in range(segment.start, segment.stop):
@@ -68,21 +68,20 @@ def test_segments_are_the_rows_of_their_ranks_and_every_row_goes_through_them(st
 def check_paths(tree, length, units, sequence):
     """Every row of a sequence is the segments before that of its last token, and that up to it."""
     assert (tree.segments[0].start, tree.segments[-1].stop) == (0, length)
-    ends = {length: [(0, length)]}  # last token of a row -> the tokens of the row, as ranges
+    ends = {length: list(range(length))}  # token after a row -> the tokens of the row
     for unit in units:
         if unit.sequence == sequence:
-            layout = unit.layout
             for _, last in unit.rows:
-                ends[layout.stops[last]] = layout.ranges(last, 0, layout.ends[last])
+                ends[unit.layout.stops[last]] = path_tokens(unit, last)
             starts = set(unit.attended.starts)
             break
     else:
         starts = {0}
-    for stop, ranges in ends.items():
+    for stop, wanted in ends.items():
         (place,) = (i for i, one in enumerate(tree.segments) if one.start < stop <= one.stop)
         path = [tree.segments[i] for i in [*tree.before(place), place]]
         tokens = [t for one in path for t in range(one.start, min(one.stop, stop))]
-        assert tokens == [t for first, last in ranges for t in range(first, last)]
+        assert tokens == wanted
     check_folded(tree)
     for place, segment in enumerate(tree.segments):
         parent = tree.parents[place]
@@ -133,7 +132,7 @@ def test_branches_of_a_rank_are_folded_into_the_first():
 
 def test_chunks_of_a_rank_that_follow_each_other_are_one_segment():
     (shard, _) = shards_of("zigzag", 2, [8])
-    tree = segments_of(shard.zones[0])[0][0]
+    tree = segments_of(shard.zones[0]).trees[0]
     assert tree.segments == (Segment(0, 0, 2), Segment(1, 2, 6), Segment(0, 6, 8))
     assert tree.parents == (ROOT, 0, 1)
 
@@ -143,7 +142,7 @@ def test_rows_before_a_segment_are_those_of_its_path_the_nearest_first():
     #                  - [9, 10)
     segments = [Segment(0, 0, 2), Segment(0, 2, 3), Segment(0, 3, 9), Segment(1, 9, 10)]
     tree = SegmentTree(segments, [ROOT, 0, 1, 1])
-    assert list(tree.rows_before(3, 2)) == [(1, 2, 1), (0, 1, 0)]
-    assert list(tree.rows_before(3, 5)) == [(1, 2, 4), (0, 0, 2)]
+    assert list(tree.rows_before(3, 2)) == [(1, 2), (0, 1)]
+    assert list(tree.rows_before(3, 5)) == [(1, 2), (0, 0)]
     assert list(tree.rows_before(0, 5)) == []
     assert (tree.before(3), list(tree.after(1)), list(tree.after(2))) == ([0, 1], [2, 3], [])

@@ -21,8 +21,6 @@ def test_descendants_stand_together_and_positions_count_along_paths():
     assert layout.subtree_stops == (8, 6, 6, 8)
     assert layout.before == (0, 3, 5, 3)
     assert layout.depths == (0, 1, 2, 1)
-    assert layout.ranges(2, 1, 6) == [(1, 3), (3, 5), (5, 6)]
-    assert layout.ranges(3, 2, 4) == [(2, 3), (6, 7)]
     pieces = [tuple(piece) for piece in layout.pieces(2, 7)]
     assert pieces == [(0, 2, 3), (1, 3, 5), (2, 5, 6), (3, 6, 7)]
     assert UNIT.row_tokens() == {0: 3, 1: 6, 2: 6, 3: 5}

@@ -10,7 +10,7 @@ from tests.program.memory import nbytes, places_of
 from tests.program.rank_programs import programs_of_group
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=64, dtype="bfloat16")
-TOKENS = 4096  # of a rank: steps of rings are long enough, and are not joined
+TOKENS = 4096  # of a rank
 UNIT = TOKENS * 32 * 64 * 2  # bytes of q
 
 

@@ -11,7 +11,6 @@ from hf_flexseq.plan import attention_schedule as attention
 from hf_flexseq.plan.shard import cuts, make_shard
 from hf_flexseq.program.ring_steps import (
     DIAGONAL_TIME,
-    JOINED_QUERIES,
     ZoneLayout,
     backward_order,
     make_ring_steps,
@@ -31,7 +30,7 @@ def large(request, monkeypatch):
     monkeypatch.setitem(attention.LARGE, "cuda", request.param)
 
 
-def steps_of(strategy, lengths, degree, *, worthy_pairs=1):
+def steps_of(strategy, lengths, degree):
     """Tables of each rank, and its steps."""
     group_cuts = cuts(strategy, lengths, degree)
     by_rank = []
@@ -39,19 +38,15 @@ def steps_of(strategy, lengths, degree, *, worthy_pairs=1):
         tables = Tables()
         ranks = range(FIRST, FIRST + degree)
         layout = ZoneLayout(group_cuts, strategy, i, ranks, tables)
-        steps = make_ring_steps(layout, worthy_pairs=worthy_pairs)
-        by_rank.append((tables, steps))
+        by_rank.append((tables, make_ring_steps(layout)))
     return by_rank
 
 
 @both_rings
-@pytest.mark.parametrize("worthy_pairs", [1, 30, 10**9])
-def test_every_send_has_its_receive_and_every_query_reads_each_earlier_key_once(
-    strategy, worthy_pairs
-):
+def test_every_send_has_its_receive_and_every_query_reads_each_earlier_key_once(strategy):
     """The executor on token names instead of tensors, forward and backward."""
     for degree, lengths in itertools.product((2, 3, 4, 7), PACKS):
-        by_rank = steps_of(strategy, lengths, degree, worthy_pairs=worthy_pairs)
+        by_rank = steps_of(strategy, lengths, degree)
         assert len({len(steps) for _, steps in by_rank}) == 1
         group = one_group(range(FIRST, FIRST + degree), len(lengths), strategy)
         names = []
@@ -91,8 +86,7 @@ def pairs_read(by_rank, names):
             if step.call is None:
                 continue
             call = tables[i].calls[step.call]
-            q = np.concatenate([taken(one.queries, "q", i) for one in step.reads])
-            k = np.concatenate([taken(one.keys, "k", i) for one in step.reads])
+            q, k = taken(step.read.queries, "q", i), taken(step.read.keys, "k", i)
             assert (len(q), len(k)) == (sum(call.q_lens), sum(call.k_lens))
             for rows, keys in blocks(call):
                 pairs = itertools.product(enumerate(q[rows].tolist()), enumerate(k[keys].tolist()))
@@ -137,14 +131,3 @@ def test_sequences_that_lie_both_ways_round_fill_the_idle_half_block_of_even_deg
     assert (max(work), min(work)) == (degree / 2 + 0.5, degree / 2 - 0.5)
     work = {sum(squares(t, step) for step in steps) / chunk**2 for t, steps in two}
     assert work == {float(degree)}
-
-
-def test_short_steps_are_joined_and_long_ones_are_not():
-    lengths = (8 * 64,)  # chunks of 32 tokens: 64 queries and 2,048 pairs a step
-    counts = []
-    for worthy_pairs in (2048, 4096, 3 * 2048, 10**9):
-        ((_, steps), *_) = steps_of("zigzag", lengths, 8, worthy_pairs=worthy_pairs)
-        counts.append(len(steps))
-    times = counts[0] - 1  # of the schedule, beside the diagonal
-    joined = [1, 2, 3, JOINED_QUERIES // 64]
-    assert counts == [1 + -(-times // together) for together in joined]

@@ -18,6 +18,7 @@ from hf_flexseq.steps.prefixes import (
     units_of,
 )
 from hf_flexseq.steps.source_row import SourceRow
+from tests.plans import path_tokens
 from tests.ranks import join, run_threads
 
 NONE = IGNORE_INDEX
@@ -86,11 +87,10 @@ def test_rows_of_random_trees_are_their_paths():
         seen = set()
         for unit in units_of(rows, shortest=rng.choice((1, 2))):
             unit.check()
-            layout = unit.layout
             held = {}
             for row, last in unit.rows:
                 seen.add(row)
-                path = [i for r in layout.ranges(last, 0, layout.ends[last]) for i in range(*r)]
+                path = path_tokens(unit, last)
                 assert len(path) == len(rows[row].labels)
                 for token, place in enumerate(path):
                     found = held.setdefault(place, (rows[row].keys[token], []))

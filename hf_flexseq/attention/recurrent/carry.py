@@ -105,10 +105,10 @@ class Carrying(NamedTuple):
         if part.start == 0 and key not in sequences:
             sequences[key] = _Sequence(part.length, goes_back=self.keeps_grad)
         sequence = sequences.get(key)
-        if sequence is None or part.start > sequence.stored:
-            raise WrongOrder(f"the forward of {part} of {_name(key)} is not the next one")
-        if part.stop <= sequence.stored:
+        if sequence is not None and part.stop <= sequence.stored:
             return  # a replay
+        if sequence is None or part.start != sequence.stored:
+            raise WrongOrder(f"the forward of {part} of {_name(key)} is not the next one")
         sequence.stored = part.stop
         if part.stop < part.length:
             sequence.values[part.stop] = value

@@ -103,7 +103,7 @@ class LongestLoader(LoaderProxy):
 def lengths_of(dataloader: Any, communicator: Communicator) -> list[int]:
     """Return the batches of each rank's loader, NO_LENGTH if unknown. Collective."""
     own = len(dataloader) if has_length(dataloader) else NO_LENGTH
-    return [length for (length,) in communicator.cpu_group.gather_ints([own])]
+    return communicator.cpu_group.gather_values(own)
 
 
 class UnrepeatedShard(IterableDatasetShard):

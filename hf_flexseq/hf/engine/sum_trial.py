@@ -404,7 +404,7 @@ class SumTrial:
         self._refuse_gradient_hooks()
         cpu_group = self._cpu_group
         is_new = self._code != self._passed and self.has_code
-        of_ranks = cpu_group.gather_ints([int(is_new), len(row.lengths), int(self.has_code)])
+        of_ranks = cpu_group.gather_values((is_new, len(row.lengths), self.has_code))
         self.has_code_anywhere = any(of_rank[2] for of_rank in of_ranks)
         if not any(of_rank[0] for of_rank in of_ranks):
             self._is_due = False

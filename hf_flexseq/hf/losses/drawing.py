@@ -228,8 +228,7 @@ class Drawing:
             own = _NOT_PLANNED
         elif not all(map(ModelCall.same_as, calls, expected)):
             own = _CHANGED
-        of_all = self._engine.communicator.cpu_group.gather_ints([own])
-        return max(of_rank[0] for of_rank in of_all)
+        return max(self._engine.communicator.cpu_group.gather_values(own))
 
     def _calls_to_come(self, num_batches: int) -> Iterator[list[ModelCall]]:
         """Yield the calls of each later step of the present samples. num_batches: of a step."""

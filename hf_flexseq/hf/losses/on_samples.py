@@ -256,8 +256,7 @@ class LossOnSamples(StepLoss):
     def _compare(self, reference: Columns, figures: Columns) -> None:
         """Note whether policy and reference give the same bits. Collective over the world."""
         same = torch.equal(figures["log_probs"], reference["log_probs"])
-        of_ranks = self._engine.communicator.cpu_group.gather_ints([int(same)])
-        self._equals_reference = all(of_rank[0] for of_rank in of_ranks)
+        self._equals_reference = all(self._engine.communicator.cpu_group.gather_values(same))
 
     def _try_model(self, step: RankMicroBatches, model: nn.Module) -> None:
         """Refuse code of the user's in the model that mixes sequences. Collective over the

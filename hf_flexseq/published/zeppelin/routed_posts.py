@@ -87,7 +87,6 @@ def routed_posts(
     sent = defaultdict(lambda: defaultdict(list))
     ranks: dict[Exchanges, set[int]] = defaultdict(set)
     posts_of: dict[int, set[Exchanges]] = defaultdict(set)  # by exchange
-    fixed: set[Exchanges] = set()  # posts that receive into existing values
     for rank in group.ranks:
         program = _lone_program(group, lengths, machine, what, shape, rank=rank)
         for one in program.instructions:
@@ -101,13 +100,11 @@ def routed_posts(
             for message in spec.sends:
                 value = program.all_values[message.value]
                 sent[exchanges][rank, message.peer].append((message.tag, value))
-            if any(message.value not in one.outs for message in spec.recvs):
-                fixed.add(exchanges)
     # 2. the routing of each post
     routed = {}
     for exchanges, transfers in sent.items():
         alike = all(posts_of[exchange] == {exchanges} for exchange in exchanges)
-        if not alike or exchanges in fixed:
+        if not alike:
             continue
         values = {}
         for pair, tagged in transfers.items():

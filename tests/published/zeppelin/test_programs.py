@@ -6,8 +6,6 @@ import pytest
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.program.compile import BACKWARD
 from hf_flexseq.program.instructions import LayerShape
-from hf_flexseq.program.ring_steps import WORTHY_PAIRS
-from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.plans import one_group
 from tests.program.check import ProgramError, check
 from tests.program.rank_programs import programs_of
@@ -16,16 +14,7 @@ from tests.published.zeppelin.gainful_passes import Always
 SHAPE = LayerShape(query_heads=4, kv_heads=2, head_dim=8, dtype="float64")
 
 
-@pytest.fixture
-def short_steps(monkeypatch):
-    """Every time of a ring is a step of its own, however few tokens there are."""
-    monkeypatch.setitem(WORTHY_PAIRS, "cpu", 1)
-    routed_posts.cache_clear()
-    yield
-    routed_posts.cache_clear()
-
-
-def test_a_packet_that_is_sent_across_is_not_read_before_it_arrives(short_steps):
+def test_a_packet_that_is_sent_across_is_not_read_before_it_arrives():
     """Its rows come too late, and are read by another view of the same memory."""
     topology = Topology(nodes=2, ranks_per_node=2)
     passes = Always(topology, remap=False)

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.program.ring_steps import WORTHY_PAIRS
 from hf_flexseq.published.zeppelin import remap, routes
 from tests.differential.case import Case
 from tests.differential.runs import stock_run
@@ -35,7 +34,6 @@ def train(rank, world_size, folder):
     args = training_arguments(FlexSeqConfig, folder, **options)
     model = tiny_llama()
     with (
-        mock.patch.dict(WORTHY_PAIRS, {"cpu": 1}),
         counted(routes._Legs, "begin") as routed,
         counted(remap.RemapPass, "_move") as moved,
     ):
