@@ -347,16 +347,6 @@ def figures_for(policy):
     )
 
 
-def test_passes_without_a_backward_are_planned_without_policies():
-    """A forward makes one of the three trips, and has no gradients to hold."""
-    engine = FlexSeqEngine(Accelerator(cpu=True), tiny_arguments())
-    engine.attach(tiny_llama())
-    planning = engine.whole_model.planning
-    planning.fsdp.figures = figures_for(FsdpPolicy(reduces_each=False, regathers=False))
-    assert planning.job_of(None).fsdp is not None
-    assert planning.job_of(None, trains=False).fsdp is None
-
-
 def unit_settings(model):
     """Whether FSDP2 frees parameters after forward and backward, and reduces, by unit."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -344,7 +344,6 @@ class FlexSeqEngine:
                 what="call",
                 shares_prefixes=not forward_only and self._shares_prefixes(),
                 trains=not forward_only,
-                planner=self._forward_planner if forward_only else None,
             )
         steps = self._in_place[forward_only]
         steps.count_from(number)
@@ -441,14 +440,13 @@ class FlexSeqEngine:
         what: str = "step",
         shares_prefixes: bool = False,
         trains: bool = False,
-        planner: Callable[[], Planner] | None = None,
     ) -> PrefetchedSteps:
         """Return steps planned by rank 0. Collective over the world. trains: True if the steps'
-        plans follow what earlier ones teach. planner: makes another planner than `planner`."""
+        plans follow what earlier ones teach."""
         whole_model = self.whole_model
         return PrefetchedSteps(
             self.communicator,
-            self._started(planner or partial(self.planner, ahead=lookahead > 0)),
+            self._started(partial(self.planner, ahead=lookahead > 0)),
             lookahead,
             dispatch=self.dispatch,
             check=whole_model.planning.check,
@@ -464,10 +462,6 @@ class FlexSeqEngine:
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
         return start_planner(self.whole_model.planning.job_of(None), ahead=ahead)
-
-    def _forward_planner(self) -> Planner:
-        """Make the planner of rank 0 for passes that have no backward, in place."""
-        return start_planner(self.whole_model.planning.job_of(None, trains=False), ahead=False)
 
     def _started(self, start: Callable[[], Planner]) -> Planner | None:
         """Return a new planner on rank 0, None elsewhere. Collective over the world."""

@@ -20,7 +20,6 @@ from hf_flexseq.cost.correction import (
     corrected_tower,
     meeting_seconds,
 )
-from hf_flexseq.cost.forward import forward_only
 from hf_flexseq.cost.lengths import with_shares
 from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import ErrorCapture
@@ -220,13 +219,12 @@ class ModelPlanning:
         `VersionedJob`."""
         return self.newest if number is None else self.factors_of(number)
 
-    def job_of(self, number: int | None, *, trains: bool = True) -> GroupsJob:
-        """Return the job by which step `number` is planned; for None, by all figures that steps
-        have taught. trains: False for passes that have no backward."""
+    def job_of(self, number: int | None) -> GroupsJob:
+        """Return the job by which step `number` is planned; for None, as for passes in place, by
+        all figures that steps have taught."""
         assert self._base is not None, "steps are planned of an attached model"
         cost = self.cost_of_plans(self.version_of(number))
-        # a forward makes one trip, and has no gradients to hold
-        figures = self.fsdp.figures if trains else None
+        figures = self.fsdp.figures
         if figures is not None:
             factor = 1.0  # of the seconds of trips, which are part of a micro-batch's
             if self.cost.micro_batch_s:
@@ -234,8 +232,6 @@ class ModelPlanning:
             figures = replace(
                 figures, trip_s=factor * figures.trip_s, token_bytes=cost.token_bytes
             )
-        if not trains:
-            cost = forward_only(cost)
         return GroupsJob(
             topology=self.topology,
             # not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them
