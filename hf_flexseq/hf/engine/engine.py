@@ -97,6 +97,31 @@ class FlexSeqEngine:
             warn_untested(*([] if uses_trl else ["trl"]))
         if communicator is None:
             communicator = Communicator(transport=connect(accelerator.device, timeout=timeout))
+        self.communicator = communicator
+        self._on_figures = on_figures
+        self._loader_settings = ExitStack()  # what `detach` undoes of accelerate's
+        self.use(accelerator, args)
+        self.settings = ModelSettings()
+        """Settings of the models that are attached from now on."""
+        self.planning: ModelPlanning | None = None
+        """Planning of the model that was attached last."""
+        self._whole_model: WholeModel | None = None  # between `attach` and `detach`
+        self._lowered: int | None = None  # by `lower_cap`
+        self._training: PrefetchedSteps | None = None
+        self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
+        self._draws_in_place = False  # training steps, though `lookahead` says otherwise
+        self.reason_of_loss: Callable[[], str | None] = lambda: None
+        """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
+        or None; asked before the first step."""
+        self._notes = DrawnNotes(communicator.rank)
+        self.running: Step | None = None
+        """The training step that runs, or has failed."""
+
+    def use(self, accelerator: Accelerator, args: FlexSeqArguments) -> None:
+        """Run the models that are attached from now on under another accelerator and with other
+        options, for a trial of `hyperparameter_search`. Collective over the world. Raises
+        ValueError as the constructor does."""
+        communicator = self.communicator
         named = named_cost(args.cost_model, communicator)
         self.setup = setup = EngineSetup(
             accelerator=accelerator,
@@ -112,32 +137,15 @@ class FlexSeqEngine:
         )
         self.accelerator = accelerator
         self.args = args
-        self.communicator = communicator
-        self.settings = ModelSettings()
-        """Settings of the models that are attached from now on."""
         self.kernel: Kernel | None = None
         """Kernel of the model's attention, chosen with the first step."""
-        self.planning: ModelPlanning | None = None
-        """Planning of the model that was attached last."""
-        self._whole_model: WholeModel | None = None  # between `attach` and `detach`
-        self._lowered: int | None = None  # by `lower_cap`
         self._finished = FinishedSteps(
             accelerator,
             communicator,
             args,
             figures_of=self.figures_of,
-            on_figures=on_figures,
+            on_figures=self._on_figures,
         )
-        self._training: PrefetchedSteps | None = None
-        self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
-        self._draws_in_place = False  # training steps, though `lookahead` says otherwise
-        self.reason_of_loss: Callable[[], str | None] = lambda: None
-        """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
-        or None; asked before the first step."""
-        self._notes = DrawnNotes(communicator.rank)
-        self.running: Step | None = None
-        """The training step that runs, or has failed."""
-        self._loader_settings = ExitStack()  # what `detach` undoes of accelerate's
         self._let_every_rank_draw()  # dataloaders may be prepared before a model is attached
 
     def _check_stages(self, args: FlexSeqArguments) -> None:

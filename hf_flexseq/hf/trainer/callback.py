@@ -34,15 +34,16 @@ class FlexSeqCallback(TrainerCallback):
         former = type(trainer)
         trainer.__class__ = type(f"FlexSeq{former.__name__}", (FlexSeqMixin, former), {})
         try:
-            trainer._setup_flexseq(args or _arguments_or_defaults(trainer.args))
+            trainer._setup_flexseq(args or _defaults_for(trainer.args))
         except BaseException:
             trainer.__class__ = former
             raise
 
 
-def _arguments_or_defaults(args: Any) -> FlexSeqArguments:
-    """Return the options found on training arguments, or the defaults."""
+def _defaults_for(args: Any) -> FlexSeqArguments | None:
+    """Return the default options; None for training arguments that have options."""
     try:
-        return arguments_on(args)
+        arguments_on(args)
     except ValueError:
         return FlexSeqArguments()
+    return None
