@@ -31,12 +31,12 @@ class FlexSeqCallback(TrainerCallback):
             )
         # Callback events come too late to change how batches are drawn, so the class of this
         # instance is changed. Subclass, mixin and callback thereby share one code path.
-        former = type(trainer)
+        former, attributes = type(trainer), {**vars(trainer)}
         trainer.__class__ = type(f"FlexSeq{former.__name__}", (FlexSeqMixin, former), {})
         try:
             trainer._setup_flexseq(args or _defaults_for(trainer.args))
         except BaseException:
-            trainer.__class__ = former
+            trainer.__class__, trainer.__dict__ = former, attributes
             raise
 
 
