@@ -54,7 +54,6 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.console import DrawnNotes
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches, TokenLoss
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
 from hf_flexseq.steps.source_row import PlannedStep
@@ -548,7 +547,7 @@ class FlexSeqEngine:
         """Write a finished step's trace; return its figures. Collective over the world."""
         planning = self.planning
         assert planning is not None, "a step that has run has had a model"
-        cost = corrected_cost(planning.cost, planning.factors_of(step.number))
+        cost = planning.cost_of(step.number)
         return trace.record(micro_batches_of(step), cost, planning.learn)
 
     def finish(self, step: Step) -> None:

@@ -152,14 +152,12 @@ class ModelPlanning:
         self.fsdp = FsdpPolicies(
             fsdp_figures(base, setup.accelerator, communicator, cost),
             communicator,
-            cost,
             over_replicas=reduces_each_batch(setup.accelerator),
         )
 
     def forget_model(self) -> None:
         """Drop the model; its cost stays known."""
         self._base = None
-        self.fsdp.forget_model()
 
     @property
     def cost_so_far(self) -> CostModel:
@@ -225,13 +223,10 @@ class ModelPlanning:
         assert self._base is not None, "steps are planned of an attached model"
         cost = self.cost_of_plans(self.version_of(number))
         figures = self.fsdp.figures
-        if figures is not None:
-            factor = 1.0  # of the seconds of trips, which are part of a micro-batch's
-            if self.cost.micro_batch_s:
-                factor = cost.micro_batch_s / self.cost.micro_batch_s
-            figures = replace(
-                figures, trip_s=factor * figures.trip_s, token_bytes=cost.token_bytes
-            )
+        if figures is not None and self.cost.micro_batch_s:
+            # the seconds of trips are part of a micro-batch's
+            factor = cost.micro_batch_s / self.cost.micro_batch_s
+            figures = replace(figures, trip_s=factor * figures.trip_s)
         return GroupsJob(
             topology=self.topology,
             # not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them
@@ -250,14 +245,9 @@ class ModelPlanning:
         """Return the factors of the cost model by which training step `number` is planned."""
         return self._costs.learned.factors_of(number)
 
-    def _token_bytes(self, number: int) -> float:
-        """Return the bytes of a token by which training step `number` is planned."""
-        return corrected_cost(self.cost, self.factors_of(number)).token_bytes
-
-    def policies(self, number: int) -> FsdpPolicies:
-        """Return FSDP2's policies, with the bytes of a token by which step `number` is planned."""
-        self.fsdp.use(self._token_bytes(number))
-        return self.fsdp
+    def cost_of(self, number: int) -> CostModel:
+        """Return the cost model with the corrections by which training step `number` is planned."""
+        return corrected_cost(self.cost, self.factors_of(number))
 
     @property
     def newest(self) -> Factors:
@@ -299,7 +289,7 @@ class ModelPlanning:
         first_step = step.number + lookahead + 2 + step.stopwatch.is_behind
         learned = self._costs.learned
         if planned_by is not None:  # relative to the estimate
-            peak_share *= self._token_bytes(step.number) / self.cost.token_bytes
+            peak_share *= self.cost_of(step.number).token_bytes / self.cost.token_bytes
         learned.take(
             measured,
             self.cost,

@@ -248,7 +248,8 @@ class WholeModel(AttachedModel):
         return GradientReduction(
             accelerator=self.setup.accelerator,
             communicator=self.setup.communicator,
-            fsdp=self.planning.policies(step.number),
+            fsdp=self.planning.fsdp,
+            cost=self.planning.cost_of(step.number),
             adapters=self._adapters,
             lockstep=self.planning.lockstep,
             held_tokens=step.drawn.facts.held_tokens,
