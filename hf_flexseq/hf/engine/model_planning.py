@@ -14,14 +14,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel, FloatArray, step_ns
 from hf_flexseq.cost.choices import held_at_most
-from hf_flexseq.cost.correction import (
-    TOWER,
-    MeasuredStep,
-    corrected_tower,
-    meeting_seconds,
-)
+from hf_flexseq.cost.correction import TOWER, MeasuredStep, meeting_seconds
 from hf_flexseq.cost.lengths import with_shares
-from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.cost_choice import CostSubject, with_host_bytes
@@ -138,7 +132,6 @@ class ModelPlanning:
         if args.host_memory_gib is not None:
             cost = with_host_bytes(cost, host_memory_bytes)
         self.cost = cost = self._lowered_cost(cost)
-        self._tower = costs.find_tower(subject, cost)
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self.degrees = exchange_degrees(
             cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
@@ -191,11 +184,6 @@ class ModelPlanning:
 
     # ---- planners
 
-    def tower_of(self, factors: Factors) -> TowerCost:
-        """Return the cost of the tower of a model that has one."""
-        assert self._tower is not None, "a model with images has a tower"
-        return self._tower if factors is None else corrected_tower(self._tower, factors[TOWER])
-
     @property
     def topology(self) -> Topology:
         """The ranks."""
@@ -246,7 +234,7 @@ class ModelPlanning:
         return self._costs.learned.factors_of(number)
 
     def cost_of(self, number: int) -> CostModel:
-        """Return the cost model with the corrections by which training step `number` is planned."""
+        """Return the cost model with the corrections by which step `number` is planned."""
         return corrected_cost(self.cost, self.factors_of(number))
 
     @property
