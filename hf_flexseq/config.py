@@ -32,7 +32,6 @@ REMOVED = {
     "deterministic": (
         "call torch.use_deterministic_algorithms(True) for the same bits in every run of one plan"
     ),
-    "flexseq_loss_at_home": "leave it out; a compute_loss of your own always gets whole samples",
     "strategy='allgather'": "write strategy='zigzag', which moves fewer bytes, or 'auto'",
     "remap": "leave it out; planner='zeppelin' remaps if the cost model predicts a gain",
     "routing": "leave it out; planner='zeppelin' routes if the cost model predicts a gain",

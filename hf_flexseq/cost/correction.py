@@ -38,7 +38,6 @@ from hf_flexseq.cost.lengths import lengths_of
 from hf_flexseq.cost.model import TERMS, CostModel
 from hf_flexseq.cost.peak import with_measured_peak
 from hf_flexseq.cost.terms import scaled, term_seconds
-from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.plan import MicroBatch, Plan, check
 from hf_flexseq.plan.files import RecordedStep
 from hf_flexseq.plan.options import SYNCS
@@ -96,14 +95,11 @@ def corrected(cost: CostModel, factors: Sequence[float]) -> CostModel:
     factors: [FACTORS]
     """
     cost = with_measured_peak(scaled(cost, factors[:TOWER]), factors[MEMORY])
-    if cost.tower is None:
+    tower, factor = cost.tower, factors[TOWER]
+    if tower is None:
         return cost
-    return replace(cost, tower=corrected_tower(cost.tower, factors[TOWER]))
-
-
-def corrected_tower(tower: TowerCost, factor: float) -> TowerCost:
-    """Return the cost of a tower whose seconds are multiplied by `factor`."""
-    return replace(tower, patch_s=factor * tower.patch_s, pair_s=factor * tower.pair_s)
+    tower = replace(tower, patch_s=factor * tower.patch_s, pair_s=factor * tower.pair_s)
+    return replace(cost, tower=tower)
 
 
 # ---- what ranks have measured

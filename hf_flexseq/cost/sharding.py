@@ -29,7 +29,7 @@ would not fit or all other steps would pay for them.
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Seconds
+from hf_flexseq.base.records import Amount, Bounds, Constants, Seconds
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.base.values import MAX_BYTES
 from hf_flexseq.cost.choices import token_bytes
@@ -86,8 +86,6 @@ class FsdpFigures(Constants):
 
     free_bytes: Annotated[float, Bounds(least=-MAX_BYTES)]
     """Bytes per rank besides its share of the model's state; negative if that is too much."""
-    token_bytes: Positive
-    """Activation bytes per token."""
     parameter_bytes: Amount
     """Bytes of all parameters as they are gathered."""
     gradient_bytes: Amount
@@ -106,10 +104,9 @@ class FsdpFigures(Constants):
             held += self.gradient_bytes
         return held
 
-    def tokens_beside(self, policy: FsdpPolicy) -> int:
-        """Return the most tokens per rank that fit besides the policy's held bytes; below 1 for
-        none."""
-        return int((self.free_bytes - self.held_bytes(policy)) // self.token_bytes)
+    def left_bytes(self, policy: FsdpPolicy) -> float:
+        """Return the bytes that a rank has for tokens besides those held; below 0 for too few."""
+        return self.free_bytes - self.held_bytes(policy)
 
     # ---- the choice
 
@@ -117,26 +114,26 @@ class FsdpFigures(Constants):
         self,
         plan: Plan,
         world_size: int,
-        cost: CostModel | None = None,
+        cost: CostModel,
         *,
         held_tokens: int = 0,
     ) -> FsdpPolicy:
         """Return the policy of fewest trips, then bytes, that fits the fullest micro-batch.
 
-        cost: prices the micro-batches' choices for activations; None for a plan without any.
-        held_tokens: tokens whose memory a rank needs for something else, such as images.
+        cost: by which the step was planned. held_tokens: tokens whose memory a rank needs for
+        something else, such as images.
         """
-        most_tokens = 0.0  # as large as those of the choice that is set for the run
+        most_bytes = 0.0
         for micro_batch in plan.micro_batches:
             tokens = max(micro_batch.tokens_per_rank(plan.lengths, world_size))
-            size = 1.0
+            of_token = cost.token_bytes
             if micro_batch.memory is not None:
-                assert cost is not None, "a choice was made by a cost model"
-                size = token_bytes(cost, micro_batch.memory) / cost.token_bytes
-            most_tokens = max(most_tokens, tokens * size)
+                of_token = token_bytes(cost, micro_batch.memory)
+            most_bytes = max(most_bytes, tokens * of_token)
+        most_bytes += held_tokens * cost.token_bytes
         fitting = [PLAIN]
         for policy in POLICIES:
-            if self.tokens_beside(policy) >= most_tokens + held_tokens:
+            if self.left_bytes(policy) >= most_bytes:
                 fitting.append(policy)
         count = len(plan.micro_batches)
         return min(fitting, key=lambda policy: (policy.trips(count), self.held_bytes(policy)))

@@ -92,20 +92,10 @@ class TowerCost(Constants):
             is_sharded=is_sharded,
         )
 
-    def forward_only(self) -> "TowerCost":
-        """Return the cost of a tower without a backward, as if it were frozen."""
-        if not self.patch_bytes:
-            return self
-        return replace(self._run(1), token_bytes=self.token_bytes / 2)
-
     def run_again(self) -> "TowerCost":
         """Return the cost of a trained tower whose graph is not kept: it runs forward once more
         before its backward, and holds nothing but features between the two."""
-        return self._run(TRAINED_PASSES + 1)
-
-    def _run(self, passes: int) -> "TowerCost":
-        """Return the cost of so many passes of a trained tower that keeps no graph."""
-        share = passes / TRAINED_PASSES
+        share = (TRAINED_PASSES + 1) / TRAINED_PASSES
         return replace(
             self, patch_s=self.patch_s * share, pair_s=self.pair_s * share, patch_bytes=0.0
         )

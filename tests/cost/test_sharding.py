@@ -27,9 +27,7 @@ KEEPS = FsdpPolicy(regathers=False)
 ONCE = FsdpPolicy(reduces_each=False)
 BOTH = FsdpPolicy(reduces_each=False, regathers=False)
 
-FIGURES = FsdpFigures(
-    free_bytes=1000.0, token_bytes=1.0, parameter_bytes=300.0, gradient_bytes=400.0, trip_s=1.0
-)
+FIGURES = FsdpFigures(free_bytes=1000.0, parameter_bytes=300.0, gradient_bytes=400.0, trip_s=1.0)
 # Micro-batches of 3.5 s, of which 3 s are trips, and next to nothing for what is in them.
 COST = simple_cost(micro_batch_s=3.5, budget_bytes=1000.0)
 
@@ -49,7 +47,7 @@ COST = simple_cost(micro_batch_s=3.5, budget_bytes=1000.0)
 def test_the_fewest_trips_that_fit_beside_the_fullest_micro_batch(tokens, parameter_bytes, policy):
     lengths = [2 * count for count in tokens]  # over two ranks
     plan = plan_of_groups(lengths, *([group(0, 2, sequence)] for sequence in range(len(tokens))))
-    assert replace(FIGURES, parameter_bytes=parameter_bytes).beside(plan, 2) == policy
+    assert replace(FIGURES, parameter_bytes=parameter_bytes).beside(plan, 2, COST) == policy
 
 
 # ---- planning with them
@@ -69,7 +67,7 @@ def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets():
     plan = planned_with(FIGURES, [100] * 40)
     assert len(plan.micro_batches) == 14
     assert plan.objective_s == pytest.approx(14 * 0.5, rel=1e-5)
-    assert FIGURES.beside(plan, 1) == BOTH
+    assert FIGURES.beside(plan, 1, COST) == BOTH
     assert plan.notes[-1] == (
         "FSDP2: planned for gradients reduced once, parameters gathered once"
     )
@@ -78,15 +76,15 @@ def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets():
     assert plain.objective_s == pytest.approx(4 * 3.5, rel=1e-5)
     # with 1.5 s more beside trips fewer micro-batches are worth more than the gradients' trips
     slow = planned_with(FIGURES, [100] * 40, micro_batch_s=5.0)
-    assert (len(slow.micro_batches), FIGURES.beside(slow, 1)) == (6, KEEPS)
+    assert (len(slow.micro_batches), FIGURES.beside(slow, 1, COST)) == (6, KEEPS)
     # all fits one micro-batch, whatever is held: then least is held
-    assert FIGURES.beside(planned_with(FIGURES, [100]), 1) == KEEPS
+    assert FIGURES.beside(planned_with(FIGURES, [100]), 1, COST) == KEEPS
 
 
 @pytest.mark.parametrize("held_tokens", [0, 100, 300, 650, 950])
 def test_images_take_memory_from_what_is_held(held_tokens):
     plan = planned_with(FIGURES, [50] * 40, held_tokens=held_tokens)
-    policy = FIGURES.beside(plan, 1, held_tokens=held_tokens)
+    policy = FIGURES.beside(plan, 1, COST, held_tokens=held_tokens)
     assert (policy == PLAIN) == (held_tokens >= 650)
     most = max(max(one.tokens_per_rank(plan.lengths, 1)) for one in plan.micro_batches)
     assert most + held_tokens + FIGURES.held_bytes(policy) <= FIGURES.free_bytes
@@ -94,10 +92,10 @@ def test_images_take_memory_from_what_is_held(held_tokens):
 
 def test_a_sequence_too_long_beside_what_is_held_is_planned_all_the_same():
     plan = planned_with(FIGURES, [650, *[100] * 33])
-    assert FIGURES.beside(plan, 1) == KEEPS
+    assert FIGURES.beside(plan, 1, COST) == KEEPS
     assert any("FSDP2: planned for" in note for note in plan.notes)
     plan = planned_with(FIGURES, [1000, *[100] * 30])
-    assert FIGURES.beside(plan, 1) == PLAIN
+    assert FIGURES.beside(plan, 1, COST) == PLAIN
     assert not any("FSDP2" in note for note in plan.notes)
     with pytest.raises(PlanInfeasible, match="max_tokens_per_rank=1000"):
         planned_with(FIGURES, [1001])

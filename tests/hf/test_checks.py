@@ -195,6 +195,11 @@ def test_mistakes_alone_are_a_value_error(tmp_path):
     with pytest.raises(ValueError, match="(?s)n_gpu=2.*ddp_timeout=-1"):
         FlexSeqCallback(trainer)
     assert type(trainer) is Trainer
+    trainer = plain_trainer(tmp_path)
+    before = {**vars(trainer)}
+    with pytest.raises(ValueError, match="does not exist; make it"):
+        FlexSeqCallback(trainer, FlexSeqArguments(plan_trace=f"{tmp_path}/none/trace.jsonl"))
+    assert vars(trainer) == before
     with pytest.raises(TypeError, match=r"got FlexSeqArguments, not a trainer: make the trainer"):
         FlexSeqCallback(FlexSeqArguments())
 

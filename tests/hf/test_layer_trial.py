@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_flexseq.hf.engine.layer_trial import count_bytes
+from hf_flexseq.hf.engine.layer_trial import LayerTrial, count_bytes
+from hf_flexseq.hf.model.rehearsal import fake_copy
 
 SIZES = {
     "hidden_size": 64,
@@ -50,6 +52,15 @@ def test_a_llama_keeps_what_is_counted_by_hand_in_every_dtype():
     (layer,) = count_bytes(model, dtype=torch.float32, autocast=torch.bfloat16).kinds
     assert (layer.input_bytes, layer.output_bytes) == (4 * WIDTH, 2 * QUERIES + 4 * HEADS)
     assert layer.kept_bytes == kept_by_hand(2, 4, copies=5)
+
+
+def test_one_layer_of_a_kind_keeps_what_each_of_all_layers_keeps():
+    found = []
+    for skips in (True, False):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        copied = fake_copy(llama(), torch.float32, mode)
+        found.append(LayerTrial(copied, mode, None, skips=skips).count([]))
+    assert found[0] == found[1]
 
 
 def test_frozen_weights_keep_no_inputs_and_adapters_are_counted():

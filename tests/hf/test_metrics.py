@@ -292,6 +292,17 @@ def test_labels_of_padding_are_told_of(tmp_path, caplog):
     assert (found.predictions[0][LENGTHS[0] :] == -100).all()
 
 
+def test_sequences_that_train_recomputed_are_predicted_too(tmp_path):
+    options = {"cost_model": "estimate", "max_tokens_per_rank": None}
+    settings = {"compute_metrics": Seen(), **showing(best)}
+    trainer = trainer_of(Trainer, tmp_path, flexseq=options, max_steps=1, **settings)
+    trainer.flexseq.lower_cap(30)  # the longest document has 60 tokens
+    trainer.train()
+    rows = documents(LENGTHS)
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(loss_of(trainer.model), rel=1e-10)
+    assert trainer.predict(rows).predictions.shape == (len(rows), max(LENGTHS))
+
+
 def test_generated_predictions_are_refused(tmp_path):
     """A callback may generate: see `test_drawn_settings.py`."""
     generates = {"base": Seq2SeqTrainer, "config": Seq2SeqTrainingArguments}

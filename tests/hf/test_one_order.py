@@ -23,7 +23,7 @@ from hf_flexseq.attention import remat
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost.sharding import PLAIN, FsdpPolicy
 from hf_flexseq.hf.engine.reduction import average_gradients, instead_of_ddp
-from hf_flexseq.hf.engine.sharding import FsdpPolicies
+from hf_flexseq.hf.engine.sharding import FsdpPolicies, units_of
 from hf_flexseq.hf.model.sharding import resolve_sync
 from tests.hf.by_hand import attach, planned_inputs, target_count
 from tests.hf.test_reach import keep_float64, make_model
@@ -149,14 +149,14 @@ def under_fsdp2(rank, world_size, plans, nodes, checkpointing, policy):
     layers[0].set_modules_to_forward_prefetch(layers[1:2])
     for unit in [*layers, own.model]:
         unit._set_unshard_async_op(True)  # gathered ahead, and waited for where it is used
-    policies = FsdpPolicies(None, own.communicator, None, over_replicas=False)
-    policies.find_units(own.model)
+    policies = FsdpPolicies(None, own.communicator, over_replicas=False)
+    units = units_of(own.model)
     gradients = []
     for plan in plans:
         *earlier, last = own.micro_batches(plan, lockstep=True)
-        with policies.whole_step(policy):
+        with policies.whole_step(policy, units):
             for inputs in earlier:
-                with policies.before_last(policy):
+                with policies.before_last(policy, units):
                     own.backward(inputs)
             own.backward(last)
         gradients.append(own.gradients())

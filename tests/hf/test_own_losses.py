@@ -22,7 +22,6 @@ from hf_flexseq.steps.figure_passes import FigurePasses
 from tests.differential.case import Case
 from tests.differential.runs import both_on_ranks, here
 from tests.hf.plain import float64_loss, padded
-from tests.hf.test_checks import OwnLoss
 from tests.hf.test_metrics import scaled
 from tests.hf.tiny import VOCAB, documents, refused, tiny_llama, whole
 from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart
@@ -328,10 +327,6 @@ class Twice(OnOtherTokens):
         return model(**inputs).loss + model(**inputs).loss
 
 
-class FormerName(OwnLoss):
-    flexseq_loss_at_home = True
-
-
 def labelled_padding(examples):
     batch = padded(examples)
     return {**batch, "labels": batch["input_ids"]}
@@ -362,13 +357,6 @@ def test_labels_of_padding_are_refused(tmp_path):
         make(tmp_path, data_collator=labelled_padding, **FUNCTION).train()
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "said"),
-    [
-        ({"base": FormerName}, ValueError, "leave it out"),
-        (FUNCTION | {"flexseq": STAGES}, NotImplementedError, "set it to 1"),
-    ],
-)
-def test_what_is_refused_when_a_trainer_is_made(tmp_path, settings, kind, said):
-    with refused(said, kind):
-        make(tmp_path, **settings)
+def test_stages_are_refused_when_a_trainer_is_made(tmp_path):
+    with refused("set it to 1"):
+        make(tmp_path, **FUNCTION, flexseq=STAGES)

@@ -20,6 +20,7 @@ from hf_flexseq.hf.trainer.whole_checkpoints import warn_without_optimizer
 from hf_flexseq.memory import device
 from tests.hf.plain import flexseq_trainer, logged
 from tests.hf.tiny import documents
+from tests.ranks import run_ranks
 
 LENGTHS = [1 + (i * i * 7) % 30 for i in range(24)]
 
@@ -93,6 +94,23 @@ def test_the_marker_is_the_first_file_and_the_manifest_the_last(tmp_path, monkey
     assert set(files) == written - {MANIFEST}
     assert {"optimizer.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"} <= written
     assert "save_to_json" not in vars(trainer.state)
+
+
+def on_a_full_disk(rank, world_size, folder):
+    def fail(checkpoint):
+        raise OSError("no space left")
+
+    whole_checkpoints.flush_files = fail  # in this rank's process
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(folder, max_steps=2).train()
+    return str(raised.value)
+
+
+@pytest.mark.processes
+def test_files_that_cannot_be_flushed_are_an_error_of_all_ranks(tmp_path):
+    found = run_ranks(on_a_full_disk, 2, tmp_path)
+    assert found == ["rank 0, flushing checkpoint-2: OSError: no space left"] * 2
+    assert is_torn(tmp_path / "checkpoint-2")
 
 
 def test_no_callback_of_ours_stands_among_the_users(tmp_path):

@@ -140,7 +140,6 @@ def test_policies_of_fsdp2_and_choices_are_weighed_together():
     """Holding parameters pays where they leave room for the step; else a choice is made."""
     figures = FsdpFigures(
         free_bytes=EIGHT.free_bytes(8),
-        token_bytes=EIGHT.token_bytes,
         parameter_bytes=16e9,
         gradient_bytes=32e9,
         trip_s=EIGHT.micro_batch_s / 3,

@@ -34,9 +34,7 @@ from tests.plans import planned
 
 NODE = Topology(nodes=1, ranks_per_node=4)
 FLEXSP = replace(PRESETS["flexsp-gpt-7b-a100"], sharded_state_bytes=0.0)
-FSDP = FsdpFigures(
-    free_bytes=1e11, token_bytes=1e6, parameter_bytes=1e9, gradient_bytes=1e9, trip_s=0.2
-)
+FSDP = FsdpFigures(free_bytes=1e11, parameter_bytes=1e9, gradient_bytes=1e9, trip_s=0.2)
 
 
 def groups_job(**options: Any) -> GroupsJob:

@@ -30,7 +30,6 @@ from hf_flexseq.checkpoints.files import write_json
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import load_cost_model
 from hf_flexseq.cost.sharding import replicated
-from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.cost_choice import CostSubject
@@ -151,10 +150,11 @@ class CostSource:
 
     def expected(self, subject: CostSubject) -> CostModel:
         """Return rank 0's cost model for memory checks, without counted bytes. Collective over the
-        world."""
+        world. One of text that is named gets the estimated cost of the model's tower."""
         own = subject.estimate
         if self.named is not None:
-            own = replicated(self.named, subject.replicas)
+            tower = self.named.tower or own.tower
+            own = replace(replicated(self.named, subject.replicas), tower=tower)
         return CostModel.from_record(self.communicator.cpu_group.broadcast_value(own.to_record()))
 
     def find(self, subject: CostSubject) -> CostModel:
@@ -201,16 +201,6 @@ class CostSource:
             learned.keep = partial(_keep, path)
             return learned, "estimated; the first steps correct it"
         return LearnedCost(versions), f"estimated, and corrected by an earlier run, {path}"
-
-    def find_tower(self, subject: CostSubject, cost: CostModel) -> TowerCost | None:
-        """Return the cost of the model's tower, on all ranks alike, since each of them places a
-        step's images by it; None without one. Collective over the world. cost: the cost model of
-        the run, which may be one of text."""
-        own = cost.tower or subject.estimate.tower
-        record = None if own is None else own.to_record()
-        # devices may differ between ranks
-        of_rank_0 = self.communicator.cpu_group.broadcast_value(record)
-        return None if of_rank_0 is None else TowerCost.from_record(of_rank_0)
 
     def _made_for(self, subject: CostSubject) -> dict[str, Any]:
         """Return model, devices and the option as plain JSON values."""

@@ -54,7 +54,6 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.console import DrawnNotes
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.learned_cost import corrected_cost
 from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches, TokenLoss
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
 from hf_flexseq.steps.source_row import PlannedStep
@@ -97,6 +96,31 @@ class FlexSeqEngine:
             warn_untested(*([] if uses_trl else ["trl"]))
         if communicator is None:
             communicator = Communicator(transport=connect(accelerator.device, timeout=timeout))
+        self.communicator = communicator
+        self._on_figures = on_figures
+        self._loader_settings = ExitStack()  # what `detach` undoes of accelerate's
+        self.use(accelerator, args)
+        self.settings = ModelSettings()
+        """Settings of the models that are attached from now on."""
+        self.planning: ModelPlanning | None = None
+        """Planning of the model that was attached last."""
+        self._whole_model: WholeModel | None = None  # between `attach` and `detach`
+        self._lowered: int | None = None  # by `lower_cap`
+        self._training: PrefetchedSteps | None = None
+        self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
+        self._draws_in_place = False  # training steps, though `lookahead` says otherwise
+        self.reason_of_loss: Callable[[], str | None] = lambda: None
+        """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
+        or None; asked before the first step."""
+        self._notes = DrawnNotes(communicator.rank)
+        self.running: Step | None = None
+        """The training step that runs, or has failed."""
+
+    def use(self, accelerator: Accelerator, args: FlexSeqArguments) -> None:
+        """Run the models that are attached from now on under another accelerator and with other
+        options, for a trial of `hyperparameter_search`. Collective over the world. Raises
+        ValueError as the constructor does."""
+        communicator = self.communicator
         named = named_cost(args.cost_model, communicator)
         self.setup = setup = EngineSetup(
             accelerator=accelerator,
@@ -112,32 +136,15 @@ class FlexSeqEngine:
         )
         self.accelerator = accelerator
         self.args = args
-        self.communicator = communicator
-        self.settings = ModelSettings()
-        """Settings of the models that are attached from now on."""
         self.kernel: Kernel | None = None
         """Kernel of the model's attention, chosen with the first step."""
-        self.planning: ModelPlanning | None = None
-        """Planning of the model that was attached last."""
-        self._whole_model: WholeModel | None = None  # between `attach` and `detach`
-        self._lowered: int | None = None  # by `lower_cap`
         self._finished = FinishedSteps(
             accelerator,
             communicator,
             args,
             figures_of=self.figures_of,
-            on_figures=on_figures,
+            on_figures=self._on_figures,
         )
-        self._training: PrefetchedSteps | None = None
-        self._in_place: dict[bool, PrefetchedSteps] = {}  # of calls: with a backward, without one
-        self._draws_in_place = False  # training steps, though `lookahead` says otherwise
-        self.reason_of_loss: Callable[[], str | None] = lambda: None
-        """Returns why the loss keeps rows of training steps from sharing prefixes, in a few words,
-        or None; asked before the first step."""
-        self._notes = DrawnNotes(communicator.rank)
-        self.running: Step | None = None
-        """The training step that runs, or has failed."""
-        self._loader_settings = ExitStack()  # what `detach` undoes of accelerate's
         self._let_every_rank_draw()  # dataloaders may be prepared before a model is attached
 
     def _check_stages(self, args: FlexSeqArguments) -> None:
@@ -344,7 +351,6 @@ class FlexSeqEngine:
                 what="call",
                 shares_prefixes=not forward_only and self._shares_prefixes(),
                 trains=not forward_only,
-                planner=self._forward_planner if forward_only else None,
             )
         steps = self._in_place[forward_only]
         steps.count_from(number)
@@ -441,14 +447,13 @@ class FlexSeqEngine:
         what: str = "step",
         shares_prefixes: bool = False,
         trains: bool = False,
-        planner: Callable[[], Planner] | None = None,
     ) -> PrefetchedSteps:
         """Return steps planned by rank 0. Collective over the world. trains: True if the steps'
-        plans follow what earlier ones teach. planner: makes another planner than `planner`."""
+        plans follow what earlier ones teach."""
         whole_model = self.whole_model
         return PrefetchedSteps(
             self.communicator,
-            self._started(planner or partial(self.planner, ahead=lookahead > 0)),
+            self._started(partial(self.planner, ahead=lookahead > 0)),
             lookahead,
             dispatch=self.dispatch,
             check=whole_model.planning.check,
@@ -464,10 +469,6 @@ class FlexSeqEngine:
     def planner(self, *, ahead: bool) -> Planner:
         """Make the planner of rank 0. ahead: in a process of its own."""
         return start_planner(self.whole_model.planning.job_of(None), ahead=ahead)
-
-    def _forward_planner(self) -> Planner:
-        """Make the planner of rank 0 for passes that have no backward, in place."""
-        return start_planner(self.whole_model.planning.job_of(None, trains=False), ahead=False)
 
     def _started(self, start: Callable[[], Planner]) -> Planner | None:
         """Return a new planner on rank 0, None elsewhere. Collective over the world."""
@@ -546,7 +547,7 @@ class FlexSeqEngine:
         """Write a finished step's trace; return its figures. Collective over the world."""
         planning = self.planning
         assert planning is not None, "a step that has run has had a model"
-        cost = corrected_cost(planning.cost, planning.factors_of(step.number))
+        cost = planning.cost_of(step.number)
         return trace.record(micro_batches_of(step), cost, planning.learn)
 
     def finish(self, step: Step) -> None:

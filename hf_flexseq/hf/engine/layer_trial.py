@@ -179,6 +179,8 @@ class LayerTrial:
         last = {kind: index for index, kind in enumerate(self._order)}
         self._running = sorted(last.values()) if skips else [*range(len(self._layers))]
         self._of_kind = [self._running.index(last[kind]) for kind in sorted(last)]
+        # layers whose attention calls are counted one by one, since others make none
+        self._counted = {index: self._layers[index] for index in self._running} if skips else None
         self._communicator = Communicator(
             Topology(nodes=1, ranks_per_node=1), transport=LoneTransport()
         )
@@ -193,7 +195,7 @@ class LayerTrial:
                 layer.forward = pass_on
         embedding = self.model.get_input_embeddings()
         embedding.register_forward_hook(_require_grad)  # as below adapters, if all is frozen
-        with on_micro_batches(self.model):
+        with on_micro_batches(self.model, self._counted):
             watch = self._run(tiled)
             run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             for index in self._running:

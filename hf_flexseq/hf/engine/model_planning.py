@@ -14,15 +14,8 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel, FloatArray, step_ns
 from hf_flexseq.cost.choices import held_at_most
-from hf_flexseq.cost.correction import (
-    TOWER,
-    MeasuredStep,
-    corrected_tower,
-    meeting_seconds,
-)
-from hf_flexseq.cost.forward import forward_only
+from hf_flexseq.cost.correction import TOWER, MeasuredStep, meeting_seconds
 from hf_flexseq.cost.lengths import with_shares
-from hf_flexseq.cost.tower import TowerCost
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.cost_choice import CostSubject, with_host_bytes
@@ -139,7 +132,6 @@ class ModelPlanning:
         if args.host_memory_gib is not None:
             cost = with_host_bytes(cost, host_memory_bytes)
         self.cost = cost = self._lowered_cost(cost)
-        self._tower = costs.find_tower(subject, cost)
         cost.strategies(args.strategy)  # raises for one that it has no figures for
         self.degrees = exchange_degrees(
             cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
@@ -153,14 +145,12 @@ class ModelPlanning:
         self.fsdp = FsdpPolicies(
             fsdp_figures(base, setup.accelerator, communicator, cost),
             communicator,
-            cost,
             over_replicas=reduces_each_batch(setup.accelerator),
         )
 
     def forget_model(self) -> None:
         """Drop the model; its cost stays known."""
         self._base = None
-        self.fsdp.forget_model()
 
     @property
     def cost_so_far(self) -> CostModel:
@@ -194,11 +184,6 @@ class ModelPlanning:
 
     # ---- planners
 
-    def tower_of(self, factors: Factors) -> TowerCost:
-        """Return the cost of the tower of a model that has one."""
-        assert self._tower is not None, "a model with images has a tower"
-        return self._tower if factors is None else corrected_tower(self._tower, factors[TOWER])
-
     @property
     def topology(self) -> Topology:
         """The ranks."""
@@ -220,22 +205,16 @@ class ModelPlanning:
         `VersionedJob`."""
         return self.newest if number is None else self.factors_of(number)
 
-    def job_of(self, number: int | None, *, trains: bool = True) -> GroupsJob:
-        """Return the job by which step `number` is planned; for None, by all figures that steps
-        have taught. trains: False for passes that have no backward."""
+    def job_of(self, number: int | None) -> GroupsJob:
+        """Return the job by which step `number` is planned; for None, as for passes in place, by
+        all figures that steps have taught."""
         assert self._base is not None, "steps are planned of an attached model"
         cost = self.cost_of_plans(self.version_of(number))
-        # a forward makes one trip, and has no gradients to hold
-        figures = self.fsdp.figures if trains else None
-        if figures is not None:
-            factor = 1.0  # of the seconds of trips, which are part of a micro-batch's
-            if self.cost.micro_batch_s:
-                factor = cost.micro_batch_s / self.cost.micro_batch_s
-            figures = replace(
-                figures, trip_s=factor * figures.trip_s, token_bytes=cost.token_bytes
-            )
-        if not trains:
-            cost = forward_only(cost)
+        figures = self.fsdp.figures
+        if figures is not None and self.cost.micro_batch_s:
+            # the seconds of trips are part of a micro-batch's
+            factor = cost.micro_batch_s / self.cost.micro_batch_s
+            figures = replace(figures, trip_s=factor * figures.trip_s)
         return GroupsJob(
             topology=self.topology,
             # not earlier: FSDP wraps MLPs after `attach`, and the user may put hooks on them
@@ -254,14 +233,9 @@ class ModelPlanning:
         """Return the factors of the cost model by which training step `number` is planned."""
         return self._costs.learned.factors_of(number)
 
-    def _token_bytes(self, number: int) -> float:
-        """Return the bytes of a token by which training step `number` is planned."""
-        return corrected_cost(self.cost, self.factors_of(number)).token_bytes
-
-    def policies(self, number: int) -> FsdpPolicies:
-        """Return FSDP2's policies, with the bytes of a token by which step `number` is planned."""
-        self.fsdp.use(self._token_bytes(number))
-        return self.fsdp
+    def cost_of(self, number: int) -> CostModel:
+        """Return the cost model with the corrections by which step `number` is planned."""
+        return corrected_cost(self.cost, self.factors_of(number))
 
     @property
     def newest(self) -> Factors:
@@ -303,7 +277,7 @@ class ModelPlanning:
         first_step = step.number + lookahead + 2 + step.stopwatch.is_behind
         learned = self._costs.learned
         if planned_by is not None:  # relative to the estimate
-            peak_share *= self._token_bytes(step.number) / self.cost.token_bytes
+            peak_share *= self.cost_of(step.number).token_bytes / self.cost.token_bytes
         learned.take(
             measured,
             self.cost,

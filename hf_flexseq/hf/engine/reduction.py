@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_flexseq.base.versions import is_sharded_at_load
+from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.reduction import averaged_gradients, sum_gradients
 from hf_flexseq.hf.engine.sharding import FsdpPolicies
@@ -69,6 +70,8 @@ class GradientReduction:
     accelerator: Accelerator
     communicator: Communicator
     fsdp: FsdpPolicies
+    cost: CostModel
+    """The cost model by which the step was planned."""
 
     adapters: "ExpertAdapters | None" = None
     """Adapters on experts that are spread over ranks."""
@@ -86,7 +89,7 @@ class GradientReduction:
             self._adapters_averaged(),
             self._whole_parameters_averaged(model),
             self._all_micro_batches(model),
-            self.fsdp.of_step(plan, model, self.held_tokens) as fsdp_before_last,
+            self.fsdp.of_step(plan, model, self.cost, self.held_tokens) as fsdp_before_last,
         ):
             yield partial(self._accumulating, model, fsdp_before_last)
 

@@ -19,9 +19,8 @@ memory there is, keep no parameters, and see one batch where a plan has several 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,7 +84,6 @@ def fsdp_figures(
         trip_s = 0.0
     own_figures = FsdpFigures(
         free_bytes=budget_bytes - state_bytes,
-        token_bytes=cost.token_bytes,
         parameter_bytes=float(gathered_bytes),
         gradient_bytes=float(reduced * max(GRADIENT_BYTES, shape.dtype_bytes)),
         trip_s=trip_s,
@@ -100,96 +98,59 @@ class FsdpPolicies:
         self,
         figures: FsdpFigures | None,
         communicator: Communicator,
-        cost: CostModel,
         *,
         over_replicas: bool,
     ) -> None:
         """figures: None for the plain policy. over_replicas: True to sum over replicas always."""
         self.figures = figures
-        self._cost = cost
         self._communicator = communicator
         self._over_replicas = over_replicas
         self.taken: set[FsdpPolicy] = set()  # by the steps so far
-        self.forget_model()
-
-    def use(self, token_bytes: float) -> None:
-        """Choose by so many bytes of a token from now on."""
-        if self.figures is not None and self.figures.token_bytes != token_bytes:
-            self.figures = replace(self.figures, token_bytes=token_bytes)
-
-    def forget_model(self) -> None:
-        """Drop the model that the last step ran, and its units, which are kept since finding them
-        is a walk through all modules."""
-        self._model: nn.Module | None = None
-        self._units: list[FSDPModule] = []
-        self._outermost: list[FSDPModule] = []
-
-    def find_units(self, model: nn.Module) -> None:
-        """Find the units of a model; a model that FSDP2 does not shard has none."""
-        if model is self._model:
-            return
-        self._model = model
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        inner: set[nn.Module] = set()
-        for unit in self._units:
-            inner.update(module for module in unit.modules() if module is not unit)
-        self._outermost = [unit for unit in self._units if unit not in inner]
 
     def of_step(
-        self, plan: Plan, model: nn.Module, held_tokens: int
+        self, plan: Plan, model: nn.Module, cost: CostModel, held_tokens: int
     ) -> AbstractContextManager[BeforeLast]:
         """Return the context of a step; the block gets the context of each micro-batch but the
-        last. held_tokens: tokens whose memory images take."""
-        self.find_units(model)
-        policy = self._chosen(plan, held_tokens)
-        if not self._units:
-            return nullcontext(nullcontext)
-        return self.whole_step(policy)
+        last. cost: by which the step was planned. held_tokens: tokens whose memory images take."""
+        policy = self._chosen(plan, cost, held_tokens)
+        units = units_of(model)
+        return self.whole_step(policy, units) if units else nullcontext(nullcontext)
 
     @contextmanager
-    def whole_step(self, policy: FsdpPolicy) -> Iterator[BeforeLast]:
+    def whole_step(self, policy: FsdpPolicy, units: Sequence[FSDPModule]) -> Iterator[BeforeLast]:
         """Surround a step: kept parameters are not freed after a forward. See `of_step`."""
-        kept: list[FSDPModule] = []
-        if not policy.regathers:
-            kept = [unit for unit in self._units if self._frees_after_forward(unit)]
+        kept = [] if policy.regathers else freed_after_forward(units)
         for unit in kept:
             unit.set_reshard_after_forward(False, recurse=False)
         try:
-            yield partial(self.before_last, policy)
+            yield partial(self.before_last, policy, units)
         finally:
             for unit in kept:
                 unit.set_reshard_after_forward(True, recurse=False)
 
     @contextmanager
-    def before_last(self, policy: FsdpPolicy) -> Iterator[None]:
+    def before_last(self, policy: FsdpPolicy, units: Sequence[FSDPModule]) -> Iterator[None]:
         """Surround a micro-batch before the step's last; the last one does the transfers that the
         policy does once. Afterwards units reduce and free in their backward, as FSDP2 does by
         itself."""
         over_replicas = policy.reduces_each and self._over_replicas
-        for unit in self._units:
+        for unit in units:
             unit.set_reshard_after_backward(policy.regathers, recurse=False)
             unit.set_requires_gradient_sync(policy.reduces_each, recurse=False)
             unit.set_requires_all_reduce(over_replicas, recurse=False)
         try:
             yield
         finally:
-            for unit in self._units:
+            for unit in units:
                 unit.set_reshard_after_backward(True, recurse=False)
                 unit.set_requires_gradient_sync(True, recurse=False)
 
-    def _frees_after_forward(self, unit: FSDPModule) -> bool:
-        """Return True if FSDP2 frees the parameters after the forward; torch has no getter."""
-        state = fully_shard.state(unit)
-        if state._auto_reshard_after_forward and unit in self._outermost:
-            return False  # so FSDP2 decides in the first forward
-        return any(group.post_forward_mesh_info is not None for group in parameter_groups(state))
-
-    def _chosen(self, plan: Plan, held_tokens: int) -> FsdpPolicy:
+    def _chosen(self, plan: Plan, cost: CostModel, held_tokens: int) -> FsdpPolicy:
         """Return the policy of a step; log it when it is the first of its kind."""
         if self.figures is None:
             return PLAIN
         policy = self.figures.beside(
-            plan, self._communicator.world_size, self._cost, held_tokens=held_tokens
+            plan, self._communicator.world_size, cost, held_tokens=held_tokens
         )
         if policy not in self.taken and self._communicator.rank == 0:
             logger.info(
@@ -202,6 +163,27 @@ class FsdpPolicies:
             )
         self.taken.add(policy)
         return policy
+
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    """Return the units of a model, outer ones first; one that FSDP2 does not shard has none."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def freed_after_forward(units: Sequence[FSDPModule]) -> list[FSDPModule]:
+    """Return those of a model's units whose parameters FSDP2 frees after the forward; torch has no
+    getter."""
+    inner: set[nn.Module] = set()
+    found = []
+    for unit in units:
+        state = fully_shard.state(unit)
+        is_outermost = unit not in inner
+        inner.update(unit.modules())
+        if state._auto_reshard_after_forward and is_outermost:
+            continue  # FSDP2 decides in the first forward not to free it
+        if any(group.post_forward_mesh_info is not None for group in parameter_groups(state)):
+            found.append(unit)
+    return found
 
 
 def parameter_groups(state: Any) -> list[Any]:

@@ -248,7 +248,8 @@ class WholeModel(AttachedModel):
         return GradientReduction(
             accelerator=self.setup.accelerator,
             communicator=self.setup.communicator,
-            fsdp=self.planning.policies(step.number),
+            fsdp=self.planning.fsdp,
+            cost=self.planning.cost_of(step.number),
             adapters=self._adapters,
             lockstep=self.planning.lockstep,
             held_tokens=step.drawn.facts.held_tokens,
@@ -313,12 +314,12 @@ class ModelImages:
 
     def planned(self, step: DrawnStep) -> DrawnStep:
         """Return a step that says how its images are encoded, and what memory they take."""
-        factors = self._planning.factors_of(step.number)
-        cost = self._planning.cost_of_plans(factors)
+        cost = self._planning.cost_of_plans(self._planning.factors_of(step.number))
+        assert cost.tower is not None, "a model with images has a tower"
         plan = plan_images(
             step.images,
             step.lengths,
-            replace(self._planning.tower_of(factors), is_sharded=self._is_sharded),
+            replace(cost.tower, is_sharded=self._is_sharded),
             self._planning.topology,
             cost,
             self._planning.options,

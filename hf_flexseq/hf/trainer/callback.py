@@ -31,18 +31,19 @@ class FlexSeqCallback(TrainerCallback):
             )
         # Callback events come too late to change how batches are drawn, so the class of this
         # instance is changed. Subclass, mixin and callback thereby share one code path.
-        former = type(trainer)
+        former, attributes = type(trainer), {**vars(trainer)}
         trainer.__class__ = type(f"FlexSeq{former.__name__}", (FlexSeqMixin, former), {})
         try:
-            trainer._setup_flexseq(args or _arguments_or_defaults(trainer.args))
+            trainer._setup_flexseq(args or _defaults_for(trainer.args))
         except BaseException:
-            trainer.__class__ = former
+            trainer.__class__, trainer.__dict__ = former, attributes
             raise
 
 
-def _arguments_or_defaults(args: Any) -> FlexSeqArguments:
-    """Return the options found on training arguments, or the defaults."""
+def _defaults_for(args: Any) -> FlexSeqArguments | None:
+    """Return the default options; None for training arguments that have options."""
     try:
-        return arguments_on(args)
+        arguments_on(args)
     except ValueError:
         return FlexSeqArguments()
+    return None

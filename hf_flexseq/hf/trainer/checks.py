@@ -17,7 +17,7 @@ from transformers.utils import is_liger_kernel_available
 from hf_flexseq.base.refusals import Refusal, option, refuse, together
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, OFFLOAD_FROM, is_sharded_at_load
-from hf_flexseq.config import FlexSeqArguments, refuse_removed
+from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.distributed.connect import capabilities_on
 from hf_flexseq.hf.model.adapters import unsuitable_adapter, virtual_tokens_of
 from hf_flexseq.hf.model.checkpointing import offloading_twice, unknown_offloading
@@ -65,8 +65,6 @@ class TrainerOfModel(NamedTuple):
 
 def check_trainer(trainer: Trainer, args: FlexSeqArguments) -> None:
     """Raise ValueError or NotImplementedError for a Trainer that hf_flexseq refuses."""
-    if hasattr(trainer, "flexseq_loss_at_home"):
-        refuse_removed("flexseq_loss_at_home")
     on_samples = is_on_samples(trainer)
     table = [*TRAINER]
     if not is_objective(trainer):

@@ -14,6 +14,7 @@
   training, or if predictions are wanted.
 * `train`, `_inner_training_loop`: the run resumes from a whole checkpoint; the model has our
   attention and loss while it trains.
+* `_hp_search_setup`: a trial of `hyperparameter_search` has an accelerator and options of its own.
 * `set_initial_training_values`: batches stay on the host until their tokens are dispatched.
 * `_save_checkpoint`: a checkpoint differs from one whose writer was killed.
 * `_reject_skip_prepare_without_labels`: a check of SFTTrainer sees the wrapped collator.
@@ -140,6 +141,7 @@ class FlexSeqMixin(ShardedCheckpoints):
 
     def _setup_flexseq(self, flexseq_args: FlexSeqArguments | None) -> None:
         """Set up after the Trainer's own constructor. Collective over the world."""
+        self._flexseq_given = flexseq_args
         options = flexseq_args or arguments_on(self.args)
         in_front = None
         if options.pipeline_parallel_size > 1:
@@ -286,6 +288,15 @@ class FlexSeqMixin(ShardedCheckpoints):
             if self.optimizer is not None:
                 self.flexseq.put_adapters_into(self.optimizer)  # given by the user
             yield
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        former = self.accelerator
+        super()._hp_search_setup(trial)
+        if self.accelerator is not former:
+            options = self._flexseq_given or arguments_on(self.args)
+            together(*self._flexseq_checks(options))
+            self.flexseq.use(self.accelerator, options)
+            self.flexseq.keep_loader_settings()
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends; an epoch is as long as the longest rank's

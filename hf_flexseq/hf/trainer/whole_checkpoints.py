@@ -92,9 +92,10 @@ def saved_whole(
             return
         have_met = True
         cpu_group.barrier()
-        if flushes:
-            flush_files(folder)
-        cpu_group.barrier()
+        with ErrorCapture() as flushing:
+            if flushes:
+                flush_files(folder)
+        flushing.raise_on_all_ranks(cpu_group.gather_values, f"flushing {folder.name}")
 
     def finish_once() -> None:
         """Write the manifest after all ranks have met."""

@@ -95,10 +95,10 @@ class GroupsJob:
     ) -> Iterator[tuple[FsdpPolicy, CostModel]]:
         """Yield the policies that promise more than the plain one, the fastest first, with the
         cost to plan with. A bound of the user must have room besides the held bytes."""
-        least = self.options.max_tokens_per_rank or 0
+        least = (self.options.max_tokens_per_rank or 0) * self.cost.token_bytes
         promised = []
         for index, policy in enumerate(POLICIES):
-            if policy != PLAIN and fsdp.tokens_beside(policy) < least:
+            if policy != PLAIN and fsdp.left_bytes(policy) < least:
                 continue
             cost = fsdp.beside_held(self.cost, policy, self.topology.world_size)
             promised_ns = promise_ns(
