@@ -66,7 +66,6 @@ from hf_flexseq.steps.figure_passes import FigurePasses, difference_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.source_row import Columns
-from hf_flexseq.steps.training_mode import in_training_mode
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +148,8 @@ class LossOnSamples(StepLoss):
         if not self.drawing.is_complete(batch):
             return torch.zeros((), device=self._trainer.args.device)
         began = time.perf_counter()
-        with in_training_mode(model), self._timed_since(began):
+        model.train()  # as the trainer's own step does, which comes after the first pass
+        with self._timed_since(began):
             # 1., 2. batches, and one plan for all of them
             batches = self.drawing.prepared_batches()
             foreseen = self.drawing.foreseen(batches)
