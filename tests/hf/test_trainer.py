@@ -147,6 +147,28 @@ def in_two_modes():
     return model
 
 
+class InTwoModes(torch.optim.SGD):
+    """As schedule-free optimizers, it has other weights in evaluation mode: halves."""
+
+    is_halved = False
+
+    def train(self):
+        self._scale(2.0 if self.is_halved else 1.0)
+        self.is_halved = False
+
+    def eval(self):
+        self._scale(1.0 if self.is_halved else 0.5)
+        self.is_halved = True
+
+    def _scale(self, factor):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(factor)
+
+
+def with_modes(model):
+    return {"optimizers": (InTwoModes(model.parameters(), lr=0.1), None)}
+
+
 class Evaluates(TrainerCallback):
     """Puts a module into evaluation mode, which the plain Trainer undoes with each batch."""
 
@@ -165,6 +187,7 @@ def test_a_step_runs_in_training_mode_after_evaluations_and_callbacks(tmp_path, 
             "eval_steps": 1,
             "eval_dataset": dataset(2),
         },
+        of_model=with_modes,
         accumulation=2,
         stock_loss=float64_loss,
         flexseq={"max_tokens_per_rank": 64},

@@ -148,7 +148,7 @@ class LossOnSamples(StepLoss):
         if not self.drawing.is_complete(batch):
             return torch.zeros((), device=self._trainer.args.device)
         began = time.perf_counter()
-        model.train()  # as the trainer's own step does, which comes after the first pass
+        self._begin_training(model)
         with self._timed_since(began):
             # 1., 2. batches, and one plan for all of them
             batches = self.drawing.prepared_batches()
