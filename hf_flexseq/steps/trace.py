@@ -10,14 +10,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from hf_flexseq.cost import CostModel, FloatArray
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
@@ -73,8 +70,8 @@ class PlanTrace:
         """Write a finished step's trace; return its figures. Collective over the world. cost: by
         which the step was planned. learn: told of the step; None where nothing is learned."""
         world_size = self.communicator.world_size
-        found = self.gather(  # [world, 1 + micro-batches]
-            step, lambda: [step.peak_share(cost, world_size), *step.measured_s()]
+        found = self.communicator.cpu_group.gather_floats(  # [world, 1 + micro-batches]
+            [step.peak_share(cost, world_size), *step.measured_s()]
         )
         peak_share, by_rank = float(found[:, 0].max()), found[:, 1:]
         slowest = float(by_rank.sum(dim=1).max())
@@ -109,26 +106,6 @@ class PlanTrace:
         """Write the lines of a step."""
         if self._file is not None:
             self._file.append(number, lines)
-
-    def gather(self, step: RankStep[Any], measure: Callable[[], list[float]]) -> torch.Tensor:
-        """Return the seconds that every rank measured, [world, as many as each], and leave their
-        remarks on the step. Collective over the world.
-
-        Remarks are rare: one number says whether a rank has one, and only then all are gathered.
-
-        measure: waits for the device of this rank. All ranks meet before they do so: a device
-        whose peer is lost never ends its work, reports nothing, and the CPU group names the
-        peer.
-        """
-        cpu_group = self.communicator.cpu_group
-        if self.communicator.transport.capabilities.waits_on_stream:
-            cpu_group.barrier()
-        gathered = cpu_group.gather_floats([float(step.remark is not None), *measure()])
-        if gathered[:, 0].any():
-            step.remarks = cpu_group.gather_values(step.remark)
-        else:
-            step.remarks = [None] * self.communicator.world_size
-        return gathered[:, 1:]
 
 
 # ---- figures
