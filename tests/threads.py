@@ -213,10 +213,7 @@ class ThreadTransport(Transport):
         self.hub = hub
         self.rank = rank
         self.world_size = hub.world_size
-        is_ordered = hub.launches is not Launches.BY_TAG
-        self.capabilities = Capabilities(
-            ordered=is_ordered, waits_on_stream=hub.device.type == "cuda"
-        )
+        self.capabilities = Capabilities(ordered=hub.launches is not Launches.BY_TAG)
         self.cpu_group = ThreadCpuGroup(self)
 
     def open_group(self, parts, *, exchanges=False):

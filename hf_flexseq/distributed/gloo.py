@@ -30,7 +30,7 @@ class GlooTransport(ProcessGroupTransport):
     """One rank's way to all others over gloo."""
 
     backend = "gloo"
-    capabilities = Capabilities(ordered=False, waits_on_stream=False)
+    capabilities = Capabilities(ordered=False)
     meshes = 2  # groups in which each rank is connected to every other one
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:

@@ -39,7 +39,7 @@ class LoneTransport(Transport):
 
     rank = 0
     world_size = 1
-    capabilities = Capabilities(ordered=False, waits_on_stream=False)
+    capabilities = Capabilities(ordered=False)
 
     def __init__(self) -> None:
         self.cpu_group = LoneCpuGroup()

@@ -47,7 +47,7 @@ class NcclTransport(ProcessGroupTransport):
     """One rank's way to all others over NCCL."""
 
     backend = "nccl"
-    capabilities = Capabilities(ordered=True, waits_on_stream=True, fast_collectives=True)
+    capabilities = Capabilities(ordered=True, fast_collectives=True)
     meshes = 1  # groups in which each rank has a socket to every other one: that of the CPUs
 
     def __init__(self, timeout: timedelta, device: torch.device) -> None:

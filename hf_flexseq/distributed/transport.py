@@ -103,8 +103,6 @@ class Capabilities:
 
     ordered: bool
     """True if a lane carries out its posts in order, and messages match by order, not by tag."""
-    waits_on_stream: bool
-    """True if `wait` makes the device's stream wait instead of the host."""
     fast_collectives: bool = False
     """True if an all-to-all over a group is faster than messages between its ranks."""
 

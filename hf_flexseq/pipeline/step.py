@@ -45,8 +45,8 @@ class RankChunks(RankStep[StepPlan]):
 def traced(step: RankChunks, trace: PlanTrace, cost: PipelineCost, whole: CostModel) -> LogFigures:
     """Write a finished step's trace, a line per replica; return its figures. Collective over the
     world. cost: of the stages. whole: of the whole model."""
-    by_rank = trace.gather(step, lambda: [step.stopwatch.seconds().get(0, 0.0)])  # [world, 1]
-    measured_s = float(by_rank.max())
+    own_s = step.stopwatch.seconds().get(0, 0.0)
+    measured_s = max(trace.communicator.cpu_group.gather_values(own_s))
     plans = step.plan.plans
     if trace.is_written:
         of_all = {

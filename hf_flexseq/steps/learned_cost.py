@@ -13,7 +13,6 @@ times than the run itself after the checkpoint, and could not repeat its plans.
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,10 +40,6 @@ WARM_UP = 1
 # Steps of a fit that later runs may begin with.
 ENOUGH = 8
 
-# Steps of a frozen cost model that are looked at together, and the share by which half of them may
-# be off before the log says so.
-WATCHED, MOST_OFF = 20, 0.3
-
 
 class Version(NamedTuple):
     """Factors of the estimate's terms."""
@@ -70,7 +65,6 @@ class LearnedCost:
         self._observations: list[Observation] = []  # on rank 0, as is the next
         self._correction: Correction | None = None  # the last one
         self._held = 0.0  # the most that a device held of tokens, over the estimate; on rank 0
-        self._ratios: list[float] = []  # of measured to predicted seconds, since it is frozen
 
     # ---- which factors
 
@@ -146,26 +140,6 @@ class LearnedCost:
     def _factors(self, correction: Correction) -> tuple[float, ...]:
         """Return the factors of a correction and of the bytes of a token, [FACTORS]."""
         return (*correction.factors, self._held or 1.0)
-
-    def watch(self, measured_s: float, predicted_s: float) -> None:
-        """Say once if the seconds of a frozen, corrected cost model have become others."""
-        is_corrected = self._is_frozen and self.newest is not None
-        if not is_corrected or len(self._ratios) >= WATCHED or not predicted_s > 0:
-            return
-        self._ratios.append(measured_s / predicted_s)
-        if len(self._ratios) < WATCHED:
-            return
-        ratio = median(self._ratios)
-        if abs(ratio - 1) <= MOST_OFF:
-            self._ratios = []
-            return
-        with beside_bars():
-            logger.warning(
-                "the last %d steps took %.2f times what the cost model says; plans keep to it, "
-                "since a common factor changes none (docs/planning.md)",
-                WATCHED,
-                ratio,
-            )
 
 
 # ---- records

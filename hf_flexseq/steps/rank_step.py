@@ -2,7 +2,7 @@
 If every rank has the whole model, the parts are micro-batches (`micro_batches.py`).
 """
 
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -28,8 +28,6 @@ class RankStep(Generic[PlanT]):
         self.stopwatch = Stopwatch(device)
         self.loss: torch.Tensor | None = None  # of this rank, a scalar, as far as it has run
         self.passes = 0  # over the micro-batches so far
-        self.remark: Any = None  # a JSON value that goes to all ranks when the step is over
-        self.remarks: list[Any] = []  # then those of all ranks
 
     @property
     def tokens(self) -> int:

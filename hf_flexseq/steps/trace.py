@@ -10,14 +10,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from hf_flexseq.cost import CostModel, FloatArray
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from hf_flexseq.steps.rank_step import RankStep
 from hf_flexseq.steps.trace_file import TraceFile
 
 PREFIX = "flexseq/"
@@ -73,14 +72,14 @@ class PlanTrace:
         """Write a finished step's trace; return its figures. Collective over the world. cost: by
         which the step was planned. learn: told of the step; None where nothing is learned."""
         world_size = self.communicator.world_size
-        found = self.gather(  # [world, 1 + micro-batches]
-            step, lambda: [step.peak_share(cost, world_size), *step.measured_s()]
-        )
+        own = [step.peak_share(cost, world_size), *step.measured_s()]
+        gathered = self.communicator.cpu_group.gather_values(own)
+        found = np.array(gathered, dtype=np.float64)  # [world, 1 + micro-batches]
         peak_share, by_rank = float(found[:, 0].max()), found[:, 1:]
-        slowest = float(by_rank.sum(dim=1).max())
-        learned = None if learn is None else learn(step, by_rank.numpy(), peak_share)
+        slowest = float(by_rank.sum(axis=1).max())
+        learned = None if learn is None else learn(step, by_rank, peak_share)
         if self.is_written:
-            measured = by_rank.amax(dim=0).tolist()  # by micro-batch
+            measured = by_rank.max(axis=0).tolist()  # by micro-batch
             line = {
                 "cost_model": self.digest(cost),
                 "measured_s": measured,
@@ -109,21 +108,6 @@ class PlanTrace:
         """Write the lines of a step."""
         if self._file is not None:
             self._file.append(number, lines)
-
-    def gather(self, step: RankStep[Any], measure: Callable[[], list[float]]) -> torch.Tensor:
-        """Return the seconds that every rank measured, [world, as many as each], and leave their
-        remarks on the step. Collective over the world.
-
-        measure: waits for the device of this rank. All ranks meet before they do so: a device
-        whose peer is lost never ends its work, reports nothing, and the CPU group names the
-        peer.
-        """
-        cpu_group = self.communicator.cpu_group
-        if self.communicator.transport.capabilities.waits_on_stream:
-            cpu_group.barrier()
-        gathered = cpu_group.gather_values((step.remark, measure()))
-        step.remarks = [remark for remark, _ in gathered]
-        return torch.tensor([seconds for _, seconds in gathered], dtype=torch.float64)
 
 
 # ---- figures

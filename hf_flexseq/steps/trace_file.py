@@ -6,24 +6,23 @@ A trace is a diagnostic, so it never ends a training that has begun:
   anew, so that the trace continues once there is room again.
 * The lines of a step are written at once, after all others. Of a write that was cut short nothing
   stays.
-* A run that was killed may leave a torn last line. The next one cuts it off.
+* A run that was killed may leave a torn last line, without its newline. The next one cuts it off.
 
-A run that continues the file of an earlier one may repeat some of its steps: those lines have
-`"repeat": true`, and the last line of a step is the one whose result training kept.
+A run that continues the file of an earlier one may repeat some of its steps. The last line of a
+step is the one whose result training kept.
 """
 
 import json
 import logging
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 START = b'{"step": '  # how each line begins
-MOST_DIGITS = 18  # of the number of a step
 
 
 def is_trace(path: str) -> bool:
@@ -42,19 +41,16 @@ class TraceFile:
         _check_place(path)
         _check_content(path)
         self.path = Path(path)
-        self._steps: set[int] | None = None  # numbers of steps in the file; None: not read yet
+        self._is_whole = False  # the file, whose last line an earlier run may have torn
         self._has_warned = False
 
     def append(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write the lines of a step, each plain JSON values, with the step's number in front."""
         try:
-            if self._steps is None:
-                self._steps = self._read_steps()
-            start: dict[str, Any] = {"step": step}
-            if step in self._steps:
-                start["repeat"] = True
-            self._write("".join(json.dumps({**start, **line}) + "\n" for line in lines))
-            self._steps.add(step)
+            if not self._is_whole:
+                self._cut_torn_line()
+                self._is_whole = True
+            self._write("".join(json.dumps({"step": step, **line}) + "\n" for line in lines))
         except OSError as error:
             self._warn(error)
 
@@ -74,19 +70,20 @@ class TraceFile:
         finally:
             os.close(handle)
 
-    def _read_steps(self) -> set[int]:
-        """Return the numbers of the steps in the file, and cut a torn last line off."""
+    def _cut_torn_line(self) -> None:
+        """Cut off what follows on the last newline of the file."""
         if not self.path.is_file():
-            return set()
+            return
         with self.path.open("r+b") as file:
-            steps, whole = _whole_lines(file)
-            torn = os.fstat(file.fileno()).st_size - whole
-            if torn:
-                file.truncate(whole)
-                logger.warning(
-                    "plan_trace=%r: cut a torn last line of %d bytes off", str(self.path), torn
-                )
-        return steps
+            last = b"\n"
+            for line in file:
+                last = line
+            if last.endswith(b"\n"):
+                return
+            file.truncate(os.fstat(file.fileno()).st_size - len(last))
+        logger.warning(
+            "plan_trace=%r: cut a torn last line of %d bytes off", str(self.path), len(last)
+        )
 
     def _warn(self, error: OSError) -> None:
         """Say once that steps are left out."""
@@ -98,38 +95,6 @@ class TraceFile:
                 str(self.path),
                 error.strerror or error,
             )
-
-
-def _whole_lines(lines: Iterable[bytes]) -> tuple[set[int], int]:
-    """Return the step numbers in some lines, and the bytes of the untorn lines."""
-    steps: set[int] = set()
-    size = 0  # of the lines before the last one
-    last = b""
-    for line in lines:
-        steps.update(_step_of(last))
-        size += len(last)
-        last = line
-    if _is_whole(last):
-        steps.update(_step_of(last))
-        size += len(last)
-    return steps, size
-
-
-def _step_of(line: bytes) -> list[int]:
-    """Return the number of the step of a line; none for a line that has no such number."""
-    number = line[len(START) :].split(b",", 1)[0]
-    if not line.startswith(START) or not number.isdigit() or len(number) > MOST_DIGITS:
-        return []
-    return [int(number)]
-
-
-def _is_whole(line: bytes) -> bool:
-    """Return whether a line was written to its end."""
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return line.endswith(b"\n")
 
 
 # ---- what can be known before training

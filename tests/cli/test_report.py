@@ -219,7 +219,7 @@ def test_a_page_says_what_it_shows(seconds, words, said, plan, made, trace, tmp_
 @pytest.mark.slow
 def test_steps_that_ran_again_count_once_and_torn_lines_are_named(plan, made, trace, capsys):
     lines = [line(plan, n) for n in (0, 1, 2)]
-    lines += [line(plan, n, 3.0, repeat=True, passes=2) for n in (1, 2)]
+    lines += [line(plan, n, 3.0, passes=2) for n in (1, 2)]
     page = made(trace(lines, torn='{"step": 3, "cost'))
     assert "Left out: 2 lines of steps that ran again later." in page.text
     assert "Line 6 cannot be read, 5 can" in page.text

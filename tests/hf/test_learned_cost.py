@@ -35,10 +35,10 @@ def cached(tmp_path, monkeypatch):
     return tmp_path / "cache" / "hf_flexseq"
 
 
-def train(folder, monkeypatch, steps=STEPS, **options):
-    """Train on one rank, whose clock says what the estimate with CORRECTED says. Returns the cost
-    model, the digest by which each step was planned, the error of its plan's objective, and the
-    error of what had been learned before it."""
+def train(folder, monkeypatch, steps=STEPS, slow_from=STEPS, **options):
+    """Train on one rank, whose clock says what the estimate with CORRECTED says, and from a step
+    on three times as much. Returns the cost model, the digest by which each step was planned, the
+    error of its plan's objective, and the error of what had been learned before it."""
     trainer = flexseq_trainer(
         folder,
         model=tiny_llama(torch.float32),
@@ -51,7 +51,8 @@ def train(folder, monkeypatch, steps=STEPS, **options):
     def clock(step):
         cost = corrected(trainer.flexseq.planning.cost, CORRECTED)
         nanoseconds = lockstep_ns(cost, step.plan.micro_batches, step.plan.lengths, ONE)
-        return [one / 1e9 for one in nanoseconds]
+        factor = 3.0 if step.number >= slow_from else 1.0
+        return [factor * one / 1e9 for one in nanoseconds]
 
     monkeypatch.setattr(RankMicroBatches, "measured_s", clock)
     trainer.train()
@@ -88,6 +89,11 @@ def test_a_run_learns_at_fixed_steps_and_the_next_run_begins_with_it(
     assert max(map(abs, (*planned, *errors))) < 0.08
     earlier = f"estimated, and corrected by an earlier run, {kept}"
     assert [one for one in caplog.messages if "digest" in one][-1].endswith(earlier)
+
+    assert not [one for one in caplog.messages if "the predicted" in one]
+    train(second, monkeypatch, steps=9, slow_from=3)
+    (said,) = [one for one in caplog.messages if "the predicted" in one]
+    assert said.endswith("has learned from ran at another load of this machine")
 
     kept.write_text("{")
     train(second, monkeypatch, steps=1)

@@ -2,6 +2,7 @@
 ranks, what cannot be computed exactly is refused in one line, and the model is left as it was. So
 do trainers whose samples serve several steps, and that of distillation."""
 
+import logging
 import math
 import random
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from trl import DPOTrainer, GRPOTrainer
 from hf_flexseq import FlexSeqArguments, FlexSeqMixin
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older
 from hf_flexseq.hf.model.loss_kinds import unsuitable_distillation
+from hf_flexseq.hf.model.shared_prefixes import USERS_CODE
 from tests.budget import others_nightly
 from tests.differential.runs import begin_anew
 from tests.hf.objectives import (
@@ -207,6 +209,45 @@ def test_a_hook_that_changes_labels_is_refused(tmp_path):
         "on the model: two sequences have the loss .* change labels in the data_collator"
     ):
         own_trainer(True, tmp_path, model=policy).train()
+
+
+# ---- code of the user's in models that are not trained
+
+
+def hook(trainer, name, change):
+    """Change what an MLP of a trainer's model gives."""
+    mlp = getattr(trainer, name).model.layers[1].mlp
+    mlp.register_forward_hook(lambda module, args, outputs: change(outputs))
+
+
+def mixed(outputs):
+    return outputs - outputs.mean(1, keepdim=True)
+
+
+@reads_log_probabilities
+@pytest.mark.parametrize("name", ["model", "ref_model"])
+@pytest.mark.parametrize("method", ["train", "evaluate"])
+def test_a_hook_that_mixes_sequences_is_refused_in_policy_and_reference(tmp_path, name, method):
+    trainer = own_trainer(True, tmp_path)
+    hook(trainer, name, mixed)
+    with refused("two sequences have the losses .* apart, but .* in one row"):
+        getattr(trainer, method)()
+
+
+@reads_log_probabilities
+def test_another_hook_on_a_reference_trains_as_under_the_plain_trainer(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="hf_flexseq")
+    runs = []
+    for is_ours in (False, True):
+        begin_anew(0)
+        trainer = own_trainer(is_ours, tmp_path)
+        hook(trainer, "ref_model", lambda outputs: 1.5 * outputs)
+        before = trainer.evaluate()
+        runs.append((before["eval_loss"], trained(trainer, evaluates=True)))
+    (stock_before, stock), (ours_before, ours) = runs
+    assert ours_before == pytest.approx(stock_before, rel=1e-6)
+    assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
+    assert f"rows share no prefixes: {USERS_CODE}" in caplog.messages
 
 
 @reads_log_probabilities
@@ -540,8 +581,13 @@ def test_a_loss_of_ones_own_takes_two_passes_to_the_same_weights(tmp_path, beta)
 def test_each_model_runs_once_on_a_micro_batch(tmp_path):
     trainer = distillation(FlexSeqDistillation, tmp_path)
     calls = []
+
+    def note(module, args, outputs):
+        calls.append(module)
+
+    note.__module__ = "torch"  # a hook of the user's would be tried, in further calls
     for model in (trainer.model, trainer.teacher_model):
-        model.model.register_forward_hook(lambda *args: calls.append(args[0]))
+        model.model.register_forward_hook(note)
     trainer.train()
     micro_batches = sum(logged(trainer.state.log_history, "flexseq/micro_batches"))
     assert micro_batches > 2
@@ -564,6 +610,15 @@ def test_a_teacher_that_cannot_be_computed_exactly_is_refused(tmp_path):
     teacher.model.layers[0].self_attn.attention_dropout = 0.1
     with refused("attention_dropout=0"):
         distillation(FlexSeqDistillation, tmp_path, teacher_model=teacher)
+
+
+@distills
+@pytest.mark.parametrize("name", ["model", "teacher_model"])
+def test_a_hook_that_mixes_sequences_is_refused_in_student_and_teacher(tmp_path, name):
+    trainer = distillation(FlexSeqDistillation, tmp_path)
+    hook(trainer, name, mixed)
+    with refused("two sequences .*in one row"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -351,6 +351,16 @@ def test_gradients_are_of_one_call_for_each_batch(tmp_path):
         make(tmp_path, base=Twice, model=with_dropout).train()
 
 
+def test_a_hook_that_mixes_sequences_is_refused_in_predictions(tmp_path):
+    best = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    trainer = make(tmp_path, **FUNCTION, **best)
+    trainer.model.model.norm.register_forward_hook(
+        lambda module, args, outputs: outputs - outputs.mean(1, keepdim=True)
+    )
+    with refused("two sequences have the losses .* in one row"):
+        trainer.predict(trainer.eval_dataset)
+
+
 @pytest.mark.slow
 def test_labels_of_padding_are_refused(tmp_path):
     with refused("labels where its attention_mask has padding", ValueError):

@@ -15,11 +15,12 @@ from transformers import (
     DataCollatorWithPadding,
     LlamaForSequenceClassification,
     Trainer,
+    TrainerCallback,
 )
 from trl import SFTTrainer
 
 from tests.differential.case import Case, make_trainer, sft_trainer
-from tests.differential.runs import assert_alike, both, both_on_ranks, run, stock_run
+from tests.differential.runs import assert_alike, both, both_on_ranks, here, run, stock_run
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.plain import dataset, float64_loss, logged, ordered_gloo
 from tests.hf.test_reach import make_model
@@ -132,6 +133,68 @@ def test_documents_stay_apart_with_a_cache_and_the_log_says_so(tmp_path, caplog)
     assert weights_apart(apart, run(0, 1, case, tmp_path)) < 1e-6
     assert weights_apart(apart, stock) > 1e-3
     assert "documents of a packed row see each other" in caplog.text
+
+
+# ---- training mode and evaluation mode
+
+
+def in_two_modes():
+    """A model whose last hidden states are doubled in training mode."""
+    model = tiny_llama()
+    model.model.norm.register_forward_hook(
+        lambda module, args, outputs: outputs * 2 if module.training else outputs
+    )
+    return model
+
+
+class InTwoModes(torch.optim.SGD):
+    """As schedule-free optimizers, it has other weights in evaluation mode: halves."""
+
+    is_halved = False
+
+    def train(self):
+        self._scale(2.0 if self.is_halved else 1.0)
+        self.is_halved = False
+
+    def eval(self):
+        self._scale(1.0 if self.is_halved else 0.5)
+        self.is_halved = True
+
+    def _scale(self, factor):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(factor)
+
+
+def with_modes(model):
+    return {"optimizers": (InTwoModes(model.parameters(), lr=0.1), None)}
+
+
+class Evaluates(TrainerCallback):
+    """Puts a module into evaluation mode, which the plain Trainer undoes with each batch."""
+
+    def on_step_begin(self, args, state, control, model, **objects):
+        model.model.norm.eval()
+
+
+@pytest.mark.parametrize("base", [Trainer, OwnLoss])
+def test_a_step_runs_in_training_mode_after_evaluations_and_callbacks(tmp_path, base):
+    case = Case(
+        base=base,
+        model=in_two_modes,
+        settings={
+            "callbacks": [Evaluates()],
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "eval_dataset": dataset(2),
+        },
+        of_model=with_modes,
+        accumulation=2,
+        stock_loss=float64_loss,
+        flexseq={"max_tokens_per_rank": 64},
+    )
+    stock, ours = here(case, tmp_path)
+    assert weights_apart(stock, ours) < 1e-8
+    assert_logged_alike(stock, ours, ["loss", "eval_loss"], rel=1e-6)
 
 
 # ---- smoothed labels

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch import nn
 
 from hf_flexseq.attention import SequenceContext
 from hf_flexseq.cost.peak import Peak
@@ -19,7 +18,6 @@ from hf_flexseq.steps.micro_batches import RankMicroBatches
 from hf_flexseq.steps.nonfinite import NonfiniteWatch
 from hf_flexseq.steps.peaks import Peaks
 from hf_flexseq.steps.source_row import DrawnStep, PlannedStep, SourceRow
-from hf_flexseq.steps.training_mode import in_training_mode
 from tests.plans import one_group, random_plan
 from tests.ranks import join, run_threads
 
@@ -76,36 +74,6 @@ def test_inputs_are_made_when_the_previous_micro_batch_has_been_launched():
     ]
     with pytest.raises(AssertionError, match="a step runs once"):
         run(step, [])
-
-
-# ---- a model is walked through once in a step to be put into training mode
-
-
-class Counting(nn.Linear):
-    """Counts how often it is told its mode."""
-
-    told = 0
-
-    def train(self, mode=True):
-        self.told += 1
-        return super().train(mode)
-
-
-def test_a_step_walks_once_and_eval_inside_is_undone_by_train():
-    model = nn.Sequential(Counting(1, 1), nn.Dropout())
-    model[1].eval()  # as plain training would not leave it, either
-    with in_training_mode(model):
-        assert model[1].training
-        assert model.train() is model
-        assert model.train(True) is model
-        assert model[0].told == 1
-        model.eval()
-        assert not model[1].training
-        model.train()
-        assert model[1].training
-    model.train()
-    assert model[0].told == 4
-    assert "train" not in vars(model)
 
 
 def test_a_dummy_token_has_no_blocks_of_the_sequences_of_its_step():

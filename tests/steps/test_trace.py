@@ -10,44 +10,62 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_flexseq import FlexSeqArguments
 from hf_flexseq.cost.presets import PRESETS
-from hf_flexseq.distributed.transport import Capabilities
+from hf_flexseq.hf.engine.finished_steps import FinishedSteps
 from hf_flexseq.plan.images import ImagePlan, place_images
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps import trace as tracing
 from hf_flexseq.steps.trace import PlanTrace, logged_figures, plan_line
 from hf_flexseq.steps.trace_file import TraceFile
 from tests.plans import group, plan_of_groups
-from tests.ranks import host_exchanges, join, run_threads
+from tests.ranks import join, run_threads
 
 
-def step_of(remark, measured_s, share=0.0):
+def step_of(measured_s, share=0.0):
     return SimpleNamespace(
         number=3,
         plan=None,
-        remark=remark,
         measured_s=measured_s,
         peak_share=lambda cost, world_size: share,
     )
 
 
-@pytest.mark.parametrize("waits_on_stream", [True, False])
-def test_ranks_meet_before_they_wait_for_devices(monkeypatch, waits_on_stream):
+def test_ranks_meet_before_they_wait_for_devices(monkeypatch):
     """A device whose peer is lost never ends its work, and only the host can say who is lost."""
     done = []
+
+    def noting(what, result):
+        return lambda *given: done.append(what) or result
+
     cpu_group = SimpleNamespace(
-        barrier=lambda: done.append("meet"),
-        gather_values=lambda own: done.append("gather") or [own, own],
+        barrier=noting("meet", None),
+        gather_values=lambda own: noting(
+            *(("reports", [None]) if own is None else ("figures", [own]))
+        )(),
     )
-    capabilities = Capabilities(ordered=waits_on_stream, waits_on_stream=waits_on_stream)
-    transport = SimpleNamespace(capabilities=capabilities)
-    communicator = SimpleNamespace(rank=1, world_size=2, cpu_group=cpu_group, transport=transport)
-    step = step_of(None, lambda: done.append("wait for the device") or [0.5])
-    monkeypatch.setattr(tracing, "step_figures", lambda *figures: {})
-    trace = PlanTrace(None, communicator)
-    done.clear()
-    trace.record(step, None)
-    assert done == [*["meet"] * waits_on_stream, "wait for the device", "gather"]
+    communicator = SimpleNamespace(rank=1, world_size=2, cpu_group=cpu_group)
+    monkeypatch.setattr(tracing, "step_figures", noting("of all", {}))
+    finished = FinishedSteps(
+        SimpleNamespace(optimizer_step_was_skipped=False),
+        communicator,
+        FlexSeqArguments(),
+        figures_of=lambda step, trace: trace.record(step, None),
+        on_figures=None,
+    )
+    report = noting("wait for flags", None)
+    monkeypatch.setattr(finished._watch, "report", report)
+    step = step_of(noting("wait for the step", [0.5]))
+    step.stopwatch = SimpleNamespace(is_behind=True)
+    flags, figures = ["wait for flags", "reports"], ["wait for the step", "figures", "of all"]
+    for act, wanted in (
+        (lambda: finished.add(step), flags),  # of the step before, after which ranks have met
+        (lambda: finished.add(step), flags + figures),
+        (finished.check, ["meet", *flags, *figures]),
+    ):
+        done.clear()
+        act()
+        assert done == wanted
 
 
 def opened(rank, world_size, paths):
@@ -65,23 +83,13 @@ def test_a_folder_that_is_not_there_on_rank_0_is_an_error_on_all_ranks(tmp_path)
     )
 
 
-def measured_and_remarked(rank, world_size, remarks):
-    """What a rank finds at a step's end, in one exchange of the host: the seconds of the slowest
-    rank, and all remarks."""
-    communicator = join()
-    trace = PlanTrace(None, communicator)
-    step = step_of(remarks[rank], lambda: [1.0 + rank, 0.5 * rank])
-    before = host_exchanges(communicator)
-    slowest = trace.record(step, None)["slowest"]
-    assert host_exchanges(communicator) - before == 1
-    return slowest, step.remarks
+def test_all_ranks_have_the_seconds_of_the_slowest(monkeypatch):
+    monkeypatch.setattr(tracing, "step_figures", lambda step, slowest: slowest)
 
+    def measured(rank, world_size):
+        return PlanTrace(None, join()).record(step_of(lambda: [1.0 + rank, 0.5 * rank]), None)
 
-@pytest.mark.parametrize("remarks", [[None, None, None], [None, {"names": ["a"]}, None]])
-def test_seconds_and_remarks_reach_all_ranks_together(monkeypatch, remarks):
-    monkeypatch.setattr(tracing, "step_figures", lambda step, slowest: {"slowest": slowest})
-    found = run_threads(measured_and_remarked, 3, remarks)
-    assert found == [(4.0, remarks)] * 3
+    assert run_threads(measured, 3) == [4.0] * 3
 
 
 # ---- images
@@ -93,7 +101,7 @@ def traced(rank, world_size, path):
     plan = plan_of_groups((3,), [group(0, 1, 0)], objective_s=2.0)
     of_images = ImagePlan(placement=place_images([5, 3, 4], 2), keeps_graph=False, held_bytes=0.0)
     for images in (SimpleNamespace(plan=of_images), None):
-        step = step_of(None, lambda: [0.5])
+        step = step_of(lambda: [0.5])
         step.__dict__.update(plan=plan, images=images, waited_s=0.0, passes=1, tokens=3)
         trace.record(step, PRESETS["qwen3-vl-8b-h100"])
 
@@ -120,7 +128,7 @@ def test_a_line_has_the_highest_peak_of_all_ranks_where_one_says_something(tmp_p
     def record(rank, world_size):
         trace = PlanTrace(str(tmp_path / "trace.jsonl"), join())
         for share in shares[rank]:
-            step = step_of(None, lambda: [0.5], share)
+            step = step_of(lambda: [0.5], share)
             step.__dict__.update(plan=plan, images=None, waited_s=0.0, passes=1, tokens=3)
             trace.record(step, PRESETS["qwen3-vl-8b-h100"])
 
@@ -136,7 +144,7 @@ def test_a_step_names_its_choices_in_the_log_and_in_the_trace(tmp_path):
     first, *others = plan.micro_batches
     others = [replace(one, memory=chosen) for one in others]
     plan = replace(plan, micro_batches=(first, *others), objective_s=2.0)
-    step = step_of(None, lambda: [0.5] * 3)
+    step = step_of(lambda: [0.5] * 3)
     step.__dict__.update(plan=plan, images=None, waited_s=0.0, passes=1, tokens=12)
 
     def record(rank, world_size):
@@ -238,7 +246,7 @@ def test_of_a_write_that_was_cut_short_nothing_stays(path, monkeypatch, caplog):
     assert "only 7 of" in caplog.text
     monkeypatch.undo()
     file.append(1, [LINE])
-    assert written(path) == [{"step": step, **LINE} for step in (0, 1)], "not written, no repeat"
+    assert written(path) == [{"step": step, **LINE} for step in (0, 1)]
 
 
 # ---- a run that goes on
@@ -249,8 +257,7 @@ def test_of_a_write_that_was_cut_short_nothing_stays(path, monkeypatch, caplog):
     [
         (2, '{"step": 2, "lengths": [3,'),
         (2, '{"step": 2, "lengths": [3, 2]}'),  # the newline is missing
-        (2, '{"step": 2, "leng\n'),
-        (2, "\0\0\0\0\n"),
+        (2, "\0\0\0\0"),
         (2, '{"st'),
         (0, '{"st'),
     ],
@@ -264,10 +271,15 @@ def test_a_torn_last_line_is_cut_off(path, caplog, before, torn):
     assert f"cut a torn last line of {len(torn)} bytes off" in caplog.text
 
 
-def test_repeated_steps_are_marked_and_others_are_not(path):
+def test_a_run_adds_to_a_file_of_whole_lines_whatever_they_say(path, caplog):
+    """Whoever reads a trace skips broken lines, and takes the last run of a step."""
     run_of(path, range(4))
+    with path.open("a") as file:
+        file.write('{"step": 4, "leng\n')
+    before = path.read_bytes()
     file = run_of(path, range(2, 6), lines=({"replica": 0}, {"replica": 1}))
     file.append(2, [LINE])  # the same trainer, trained again
-    repeats = [(line["step"], line.get("repeat", False)) for line in written(path)[4:]]
-    pairs = ((2, True), (3, True), (4, False), (5, False))
-    assert repeats == [*(pair for pair in pairs for _ in range(2)), (2, True)]
+    assert path.read_bytes().startswith(before)
+    added = path.read_bytes().removeprefix(before).splitlines()
+    assert [json.loads(line)["step"] for line in added] == [2, 2, 3, 3, 4, 4, 5, 5, 2]
+    assert not caplog.records

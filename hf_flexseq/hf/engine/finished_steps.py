@@ -1,7 +1,10 @@
 """Training steps that have run: their figures, and any values in them that were NaN or infinite.
 
-Both are on every rank, and are gathered together. On a GPU a step's figures are gathered with the
-next step's, when the host can read them without waiting for the device.
+Both are on every rank. On a GPU a step's figures are gathered at the end of the next step, when
+the host can read them without waiting for the device.
+
+Ranks meet before they wait for devices: a device whose peer is lost never ends its work and
+reports nothing, and the CPU group names the peer.
 """
 
 from collections.abc import Callable
@@ -76,6 +79,7 @@ class FinishedSteps:
         FloatingPointError on all ranks alike, or warns, if anything in a step was not finite."""
         self.settle()
         due, self._unread = self._unread, None
+        self._cpu_group.barrier()  # devices may still be at work on the step
         self._gather(due)
 
     def forget(self) -> None:
@@ -84,18 +88,17 @@ class FinishedSteps:
         self._unread = None
 
     def _gather(self, due: Step | None) -> None:
-        """Gather NaN reports, and the figures of a step that is due. Collective over the world."""
-        own = self._watch.report()
-        if due is None:
-            self._watch.judge(self._cpu_group.gather_values(own))
-            return
-        self._cpu_group.phase = f"step {due.number}, gathering its figures"
-        due.remark = own
-        figures = self._figures_of(due, self._trace)
-        self.last_figures = figures
-        if self._on_figures is not None:
-            self._on_figures(due.number, figures)
-        self._watch.judge(due.remarks)
+        """Gather NaN reports, which are of a step after which ranks have met, and then the figures
+        of a step that is due. Collective over the world."""
+        if due is not None:
+            self._cpu_group.phase = f"step {due.number}, gathering its figures"
+        reports = self._cpu_group.gather_values(self._watch.report())
+        if due is not None:
+            figures = self._figures_of(due, self._trace)
+            self.last_figures = figures
+            if self._on_figures is not None:
+                self._on_figures(due.number, figures)
+        self._watch.judge(reports)
 
 
 # ---- gradients, where accelerate leaves them

@@ -285,6 +285,4 @@ class ModelPlanning:
             first_step=first_step,
             held=peak_share,
         )
-        if is_first:
-            learned.watch(float(by_rank.sum(axis=1).max()), predicted_s)
         return Learned(self._sync, measured.seconds, tower_s, predicted_s)

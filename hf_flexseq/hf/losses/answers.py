@@ -9,7 +9,7 @@ Besides the trained model a loss may ask a reference, without gradients: another
 trained one with its adapter off.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,10 @@ from hf_flexseq.steps.call_answers import answered_by
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.figure_passes import figures_of
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from hf_flexseq.steps.source_row import Columns
+from hf_flexseq.steps.source_row import Columns, SourceRow
+
+# row that this rank has drawn, model as accelerate has wrapped it; refuses code of the user's
+TryModel = Callable[[SourceRow, nn.Module], None]
 
 POLICY = "policy"
 REFERENCE = "reference"
@@ -56,7 +59,11 @@ class _Result:
 class Answers:
     """Answers calls of the trainer's models from noted results, and by planned passes."""
 
-    def __init__(self, trainer: Trainer, engine: FlexSeqEngine, head: Head) -> None:
+    def __init__(
+        self, trainer: Trainer, engine: FlexSeqEngine, head: Head, try_model: TryModel
+    ) -> None:
+        """try_model: is called before a model runs forward."""
+        self._try_model = try_model
         self._trainer: Any = trainer  # one of TRL's has more than a Trainer
         self._engine = engine
         self._head = head
@@ -96,6 +103,8 @@ class Answers:
 
     def figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
         """Run a model forward, and return the figures of this rank's tokens and totals."""
+        with self.pausing(True):
+            self._try_model(step.row, model)
         return figures_of(step, partial(self._head.forward, model), self._head.totals)
 
     def split(self, figures: Columns, calls: Sequence[ModelCall]) -> list[Columns]:

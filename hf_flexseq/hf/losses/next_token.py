@@ -42,7 +42,6 @@ from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.row_outputs import outputs_of_rows
 from hf_flexseq.steps.source_row import Columns, SourceRow
 from hf_flexseq.steps.step_items import StepItem
-from hf_flexseq.steps.training_mode import in_training_mode
 
 
 class NextTokenLoss(PlannedLoss):
@@ -97,10 +96,7 @@ class NextTokenLoss(PlannedLoss):
             return torch.zeros((), device=self._trainer.args.device)
         self._try_model(step.row, model)
         self._means.begin("train")
-        with (
-            in_training_mode(model),
-            closing(self._engine.micro_batches(step, model, is_last=self._is_last_step)) as parts,
-        ):
+        with closing(self._engine.micro_batches(step, model, is_last=self._is_last_step)) as parts:
             for micro_batch in parts:
                 with self._on_part(micro_batch):
                     step.add(run(model, micro_batch, items))

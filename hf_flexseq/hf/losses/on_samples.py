@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, extract_model_from_parallel
 from torch import nn
 from transformers import Trainer
 
@@ -49,7 +49,7 @@ from hf_flexseq.hf.losses.divergences import Divergences
 from hf_flexseq.hf.losses.drawing import Drawing
 from hf_flexseq.hf.losses.heads import Head, head_of
 from hf_flexseq.hf.losses.known_weights import SumOverTokens
-from hf_flexseq.hf.losses.predictions import PredictedBatch, TokenPredictions
+from hf_flexseq.hf.losses.predictions import PredictedBatch, TokenPredictions, without_metrics
 from hf_flexseq.hf.losses.step_loss import (
     Prediction,
     RunStep,
@@ -65,8 +65,7 @@ from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.figure_passes import FigurePasses, difference_of
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.micro_batches import RankMicroBatches
-from hf_flexseq.steps.source_row import Columns
-from hf_flexseq.steps.training_mode import in_training_mode
+from hf_flexseq.steps.source_row import Columns, SourceRow
 
 logger = logging.getLogger(__name__)
 
@@ -84,19 +83,35 @@ class LossOnSamples(StepLoss):
         self._head: Head = head_of(trainer)
         self.has_predictions = self._head.is_own  # TRL's own heads give no logits
         self.drawing = Drawing(trainer, engine, self._head)
-        self.answers = Answers(trainer, engine, self._head)
+        self.answers = Answers(trainer, engine, self._head, self._try_model)
         self._is_attached = False
         self._equals_reference = True  # unless a step has shown otherwise; alike on all ranks
-        self._trial = SumTrial(lambda: trainer.model, engine.communicator.cpu_group)
+        cpu_group = engine.communicator.cpu_group
+        self._trial = SumTrial(lambda: trainer.model, cpu_group)
+        self._trial_of_other = SumTrial(
+            lambda: extract_model_from_parallel(self._other), cpu_group
+        )
         self._sum = SumOverTokens() if self._head.is_own else None
         engine.reason_of_loss = self._reason_not_shared
 
     def _reason_not_shared(self) -> str | None:
         """Return why the loss keeps rows from sharing prefixes, or None: a token that rows share
         may have a label in some of them alone, and gets the sum of their gradients."""
-        self._trial.look(self._engine.whole_model)  # callbacks have come between
-        reads_tokens = self._trial.has_code or hasattr(self._trainer, FIGURES)
-        return USERS_CODE if reads_tokens else None
+        has_code = self._look()  # callbacks have come between
+        return USERS_CODE if has_code or hasattr(self._trainer, FIGURES) else None
+
+    @property
+    def _other(self) -> nn.Module | None:
+        """The reference or the teacher, as accelerate has wrapped it, if there is one."""
+        reference: nn.Module | None = getattr(self._trainer, "ref_model", None)
+        return getattr(self._trainer, "teacher_model", None) if reference is None else reference
+
+    def _look(self) -> bool:
+        """Find out which code of the user's there is in the models; tell if there is any."""
+        trials = [self._trial] if self._other is None else [self._trial, self._trial_of_other]
+        for trial in trials:
+            trial.look(self._engine.whole_model)
+        return any(trial.has_code for trial in trials)
 
     def check_loader(self, dataloader: Any) -> None:
         """Raise ValueError for ranks with different numbers of batches. Collective."""
@@ -114,7 +129,7 @@ class LossOnSamples(StepLoss):
         policy = base_model(self._trainer.model)
         self.answers.begin()
         whole_model = self._engine.whole_model
-        self._trial.look(whole_model)
+        self._look()
         reference = getattr(self._trainer, "ref_model", None)
         try:
             with (
@@ -149,7 +164,8 @@ class LossOnSamples(StepLoss):
         if not self.drawing.is_complete(batch):
             return torch.zeros((), device=self._trainer.args.device)
         began = time.perf_counter()
-        with in_training_mode(model), self._timed_since(began):
+        self._begin_training(model)
+        with self._timed_since(began):
             # 1., 2. batches, and one plan for all of them
             batches = self.drawing.prepared_batches()
             foreseen = self.drawing.foreseen(batches)
@@ -158,7 +174,7 @@ class LossOnSamples(StepLoss):
             losses = BatchLosses(self._trainer, self._head, self.answers, model, batches, calls)
             with self._engine.whole_model.attention.planned():
                 # 3. whatever is asked without gradients, before the first pass keeps a graph
-                self._try_model(step, model)
+                self._try_model(step.row, model)
                 self._foresee(step, model, foreseen)
                 reference = self._renew_reference(step, model, batches, calls)
                 # 4. to 6.
@@ -258,11 +274,10 @@ class LossOnSamples(StepLoss):
         same = torch.equal(figures["log_probs"], reference["log_probs"])
         self._equals_reference = all(self._engine.communicator.cpu_group.gather_values(same))
 
-    def _try_model(self, step: RankMicroBatches, model: nn.Module) -> None:
-        """Refuse code of the user's in the model that mixes sequences. Collective over the
-        world."""
-        if isinstance(self._head, Divergences):  # whose figures are of two models
-            return
+    def _try_model(self, row: SourceRow, model: nn.Module) -> None:
+        """Refuse code of the user's that mixes sequences, in the trained model, in a reference, or
+        in a teacher, which runs with its student. Collective over the world. row: the sequences
+        that this rank has drawn for a step."""
         head, trainer = self._head, self._trainer
 
         def squares(wrapped: nn.Module, inputs: Inputs) -> torch.Tensor:
@@ -284,7 +299,10 @@ class LossOnSamples(StepLoss):
         if head.main == "log_probs":
             loss_by_model = loss_of_model(self._engine.whole_model)
             losses = (loss_by_model if head.is_own else loss_of_fused_head), next_token_loss
-        self._trial.run(step.row, model, squares, pads=False, losses=losses)
+        if model is not self._other:
+            self._trial.run(row, model, squares, pads=False, losses=losses)
+        if model is self._other or isinstance(head, Divergences):
+            self._trial_of_other.run(row, model, squares, pads=False)
 
     @contextmanager
     def _timed_since(self, began: float) -> Iterator[None]:
@@ -374,7 +392,8 @@ class LossOnSamples(StepLoss):
             with self._trainer.compute_loss_context_manager():
                 return self._head.forward(model, micro_batch)
 
-        predicted, figures, _ = tokens.predict(batch, forward)
+        predicted, figures, step = tokens.predict(batch, forward)
+        self._try_model(without_metrics(step.row), model)
         (own,) = self.answers.split(figures, [predicted.call])
         self.answers.note(POLICY, predicted.call, own)
         return predicted

@@ -88,6 +88,14 @@ class StepLoss(ABC):
         Trainer's own `training_step`.
         """
 
+    def _begin_training(self, model: nn.Module) -> None:
+        """Put a model, and an optimizer with two modes (a schedule-free one), into training mode.
+        The Trainer's own `training_step` begins so, which comes too late for a step that reads the
+        weights before."""
+        model.train()
+        if callable(getattr(self._trainer.optimizer, "train", None)):
+            self._trainer.optimizer.train()
+
     def settle(self, logged: torch.Tensor) -> None:
         """Correct the Trainer's sum of losses since the last log line. Collective."""
         return  # that of whole batches is right

@@ -30,9 +30,7 @@ class LossOfStages(PlannedLoss):
         step = batch.step
         if step is None:
             return torch.zeros((), device=self._trainer.args.device)
-        model.train()
-        if callable(getattr(self._trainer.optimizer, "train", None)):
-            self._trainer.optimizer.train()  # schedule-free optimizers have two modes
+        self._begin_training(model)
         self._engine.run(step, model, is_last=self._is_last_step)
         self._engine.finish(step)
         loss: torch.Tensor = step.final_loss.detach()
