@@ -14,53 +14,37 @@ With label smoothing e the target is (1 - e) onehot + e / V, in the loss and in 
 In shapes T is the tokens, C the width of the hidden states, V the vocabulary.
 
 The gradients are finished in the forward and only scaled in the backward, so no logits are kept or
-computed twice and the weight is read only while it is whole. Three implementations have this
-signature:
+computed twice and the weight is read only while it is whole. There are two implementations:
 
     loop    the lines above, anywhere; 16-bit inputs are multiplied into float32 and accumulated in
             float32
-    torch   F.linear_cross_entropy (torch >= 2.13) for 32 and 64 bits on CUDA, where it is exact
-            (6e-15 in float64)
-    liger   LigerFusedLinearCrossEntropyFunction (liger_kernel >= 0.6.2) on CUDA, where it is
-            installed
+    liger   LigerFusedLinearCrossEntropyFunction (liger_kernel >= 0.6.2) for 16 bits on CUDA, where
+            it is installed
 
 On one core, 2,048 tokens, 256 wide, 32,000 words, float32, forward and backward: plain 1.6 s and a
-peak of 750 MiB, loop 1.2 s and 98 MiB, torch 1.2 s and 98 MiB.
+peak of 750 MiB, loop 1.2 s and 98 MiB.
 
 Rejected: recomputing the logits in the backward, a third more work, with a weight that FSDP2 and
 ZeRO-3 have taken away by then; chunks over the vocabulary, which need a second pass for the
-softmax's denominator; torch's own choice of chunks, which are so small that 32,000 words took 2.7
-s instead of 1.2 s; and compacting the tokens to those with a target, because counting them makes
-the host wait for the device.
+softmax's denominator; torch's F.linear_cross_entropy, which is no faster on a CPU, rounds losses
+of 16 bits (2,048 tokens were 0.05 to 0.4 percent off) and takes 0.3 ms to be called; and
+compacting the tokens to those with a target, because counting them makes the host wait for the
+device.
 
 The slow reference, which makes all logits, is `full_sum` in tests/kernels/test_chunked_loss.py.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.kernels.products import addmm_into, factor_dtype, mm_into, sum_dtype
 
 _CHUNK_BYTES = 64 * 2**20  # bytes of logits that exist at a time
-
-# (hidden [T, C], weight [V, C], bias [V] or None, targets [T]) -> scalar
-Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-
-
-class Backend(NamedTuple):
-    """An implementation, and the reason for choosing it."""
-
-    name: str
-    sum: Sum
-    why: str
-    """The reason, and the reasons against the others, in words for the log."""
 
 
 def chunked_cross_entropy_sum(
@@ -88,9 +72,9 @@ def chunked_cross_entropy_sum(
         weight = weight.detach()
         if bias is not None:
             bias = bias.detach()
-    if counts is not None or smoothing:
-        return loop_sum(hidden, weight, bias, targets, counts, smoothing)
-    return choose_backend(hidden, weight).sum(hidden, weight, bias, targets)
+    if counts is None and not smoothing and reason_without_liger(hidden, weight) is None:
+        return liger_sum(hidden, weight, bias, targets)
+    return _Loop.apply(hidden, weight, bias, targets, counts, smoothing)
 
 
 def check_dtypes(hidden: torch.Tensor, weight: torch.Tensor) -> None:
@@ -102,36 +86,14 @@ def check_dtypes(hidden: torch.Tensor, weight: torch.Tensor) -> None:
         )
 
 
-def choose_backend(hidden: torch.Tensor, weight: torch.Tensor) -> Backend:
-    """Choose the implementation that serves hidden [T, C] and weight [V, C]."""
-    if hidden.dtype.itemsize == 2:
-        reason_without_liger = _reason_without_liger(hidden, weight)
-        if reason_without_liger is None:
-            return Backend("liger", liger_sum, "16-bit on CUDA, and liger_kernel is installed")
-        # torch's loss of 2,048 bfloat16 tokens was 0.05 to 0.4 percent off: it adds the chunks up
-        # in bfloat16.
-        return Backend(
-            "loop",
-            loop_sum,
-            f"F.linear_cross_entropy rounds 16-bit losses; liger: {reason_without_liger}",
-        )
-    if hidden.device.type == "cpu":
-        # A call of torch's goes through a registered operator: 0.3 ms that a few tokens notice,
-        # as in the chunks of a pipeline, and 0.2 s the first time.
-        return Backend("loop", loop_sum, "on a CPU F.linear_cross_entropy is no faster")
-    if hasattr(nn, "LinearCrossEntropyOptions"):
-        return Backend("torch", torch_sum, f"torch {torch.__version__} has F.linear_cross_entropy")
-    return Backend(
-        "loop", loop_sum, f"torch {torch.__version__} has no chunked F.linear_cross_entropy"
-    )
-
-
-def _reason_without_liger(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """Return why Liger cannot serve hidden [T, C] and weight [V, C], or None if it can."""
+def reason_without_liger(hidden: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Return why the loop serves hidden [T, C] and weight [V, C], or None if Liger does."""
+    if hidden.dtype.itemsize != 2:
+        return f"Liger is for 16 bits, not for {hidden.dtype}"
     if hidden.device.type != "cuda":
-        return f"it runs on CUDA, not on {hidden.device.type}"
+        return f"Liger runs on CUDA, not on {hidden.device.type}"
     if weight.requires_grad and not hidden.requires_grad:
-        return "it drops the weight's gradient when the hidden states need none"
+        return "Liger drops the weight's gradient when the hidden states need none"
     if _liger_function() is None:
         return "liger_kernel is not installed"
     return None
@@ -159,23 +121,6 @@ def chunk_rows(width: int, vocab: int, itemsize: int) -> int:
     return max(_CHUNK_BYTES // (vocab * itemsize), width // 4, 1)
 
 
-def torch_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> torch.Tensor:
-    """Compute `chunked_cross_entropy_sum` with torch, for 32 and 64 bits."""
-    rows = chunk_rows(hidden.shape[1], weight.shape[0], hidden.dtype.itemsize)
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
-    return F.linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        linear_bias=bias,
-        reduction="sum",
-        ignore_index=IGNORE_INDEX,
-        options=options,
-    )
-
-
 def liger_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
@@ -195,18 +140,6 @@ def liger_sum(
         torch.float32,  # accumulate in it: many chunks add up to one weight gradient
     )
     return loss
-
-
-def loop_sum(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    counts: torch.Tensor | None = None,
-    smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Compute `chunked_cross_entropy_sum` with a loop, anywhere."""
-    return _Loop.apply(hidden, weight, bias, targets, counts, smoothing)
 
 
 class _Loop(torch.autograd.Function):
