@@ -10,12 +10,9 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.kernels import chunked_loss
-from hf_flexseq.kernels.chunked_loss import (
-    chunk_rows,
-    chunked_cross_entropy_sum,
-    reason_without_liger,
-)
+from hf_flexseq.kernels import chunked_loss, token_outputs
+from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum, reason_without_liger
+from hf_flexseq.kernels.token_outputs import chunk_rows
 from tests.kernels import interpreter
 
 
@@ -68,7 +65,7 @@ def apart(backend, inputs, twins):
 @pytest.fixture
 def four_rows(monkeypatch):
     """Chunks of four rows."""
-    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda *shape: 4)
+    monkeypatch.setattr(token_outputs, "chunk_rows", lambda *shape: 4)
 
 
 @pytest.mark.parametrize("bias", [True, False])

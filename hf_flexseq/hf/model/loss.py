@@ -49,12 +49,8 @@ from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.sharding import is_tensor_parallel, unsharded_class
-from hf_flexseq.kernels.chunked_loss import (
-    chunk_rows,
-    chunked_cross_entropy_sum,
-    reason_without_liger,
-)
-from hf_flexseq.kernels.token_outputs import token_outputs
+from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum, reason_without_liger
+from hf_flexseq.kernels.token_outputs import chunk_rows, token_outputs
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.users_code import has_output_hook
 
