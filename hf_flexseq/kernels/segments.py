@@ -9,7 +9,7 @@ the CPU never pays for them.
     lengths (3, 0, 2)  ->  cu_seqlens [0, 3, 3, 5], total 5, max 3
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -106,16 +106,6 @@ class Segments:
         """Set the cumulative lengths, int32 [sequences + 1], which are on `device` already."""
         self._cu_seqlens_q = cu_seqlens_q
         self._cu_seqlens_k = cu_seqlens_k
-
-    def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Iterate over the query rows and the key rows of every sequence that has both."""
-        q_stop = 0
-        k_stop = 0
-        for q_len, k_len in zip(self.q_lens, self.k_lens, strict=True):
-            q_stop += q_len
-            k_stop += k_len
-            if q_len and k_len:
-                yield slice(q_stop - q_len, q_stop), slice(k_stop - k_len, k_stop)
 
     def apart(self, first: int) -> "tuple[tuple[slice, slice, Segments], ...]":
         """Return each of the first `first` sequences alone, and then all others together, if any
