@@ -144,9 +144,9 @@ class Replay:
         return lse.t().contiguous()
 
     def pack_heads(self, *tensors_and_layout: Any) -> torch.Tensor:
-        *tensors, shape, layout, table = tensors_and_layout
+        *tensors, shape, layout = tensors_and_layout
         flat: torch.Tensor = tensors[0].new_empty(shape)
-        self._means.fused.pack(tensors, layout, table, flat)
+        self._means.fused.pack(tensors, layout, flat)
         return flat
 
     def unpack_heads(
@@ -155,10 +155,9 @@ class Replay:
         shapes: tuple[tuple[int, ...], ...],
         dtype: torch.dtype,
         layout: HeadLayout,
-        table: torch.Tensor,
     ) -> Tensors:
         tensors = tuple(self.empty(shape, dtype) for shape in shapes)
-        self._means.fused.unpack(flat, layout, table, tensors)
+        self._means.fused.unpack(flat, layout, tensors)
         return tensors
 
     def flat_heads(self, *tensors: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ systems.
     RINGS                how ranks exchange keys and values: `plan.rings`
     PLANNERS             functions that form the groups of a step, for `make_plan`
     PIPELINE_SCHEDULES   functions that form chunks and actions, for `make_pipeline_plan`
-    PIPELINE             objects that take the place of a whole model's where it runs in stages
+    PIPELINE_...         objects that take the place of a whole model's where it runs in stages
 
 The options of a run, `make_plan`, the planning process, `compare` and the command line read these
 records. Objects are dotted names that are imported on first use. So the core imports neither
@@ -115,26 +115,18 @@ PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
 # ---- a model in stages
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineEntry:
-    """Objects by which a pipeline takes the place of a whole model."""
-
-    mixin: str
-    """`module:class` of the mixin that comes in front of a trainer's class."""
-    job: str
-    """`module:class` of a planner's `Job`, of the kind `stages`."""
-    read_step: str
-    """`module:function` that returns the `RecordedStep` of a record in a file of plans."""
-    timeline: str
-    """`module:function` that returns the `Timeline` of such a step."""
+# By these a pipeline takes the place of a whole model.
+# `module:class` of the mixin that comes in front of a trainer's class
+PIPELINE_MIXIN = "hf_flexseq.pipeline.trainer.mixin:PipelineMixin"
+# `module:class` of a planner's `Job`, of the kind `stages`
+PIPELINE_JOB = "hf_flexseq.pipeline.planning.job:StagesJob"
+# `module:function` that returns the `RecordedStep` of a record in a file of plans
+PIPELINE_STEP = "hf_flexseq.pipeline.planning.files:pipeline_step"
+# `module:function` that returns the `Timeline` of such a step
+PIPELINE_TIMELINE = "hf_flexseq.pipeline.planning.timeline:timeline_of_step"
 
 
-PIPELINE = PipelineEntry(
-    mixin="hf_flexseq.pipeline.trainer.mixin:PipelineMixin",
-    job="hf_flexseq.pipeline.planning.job:StagesJob",
-    read_step="hf_flexseq.pipeline.planning.files:pipeline_step",
-    timeline="hf_flexseq.pipeline.planning.timeline:timeline_of_step",
-)
+# ---- names
 
 
 def object_of(dotted: str) -> Any:

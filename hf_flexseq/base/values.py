@@ -54,6 +54,11 @@ def quoted(value: object) -> str:
     return printable(_SHORT.repr(value))
 
 
+def several(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 image, 2,000 images."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown name: a question that names the nearest one of
     the known names; nothing if none is near."""

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from itertools import islice
 
 from hf_flexseq.base.registry import PLANNERS
+from hf_flexseq.base.values import several
 from hf_flexseq.cli.plan import (
     in_steps,
     plan_options,
@@ -129,9 +130,10 @@ def compare(options: Namespace) -> None:
     sequences = sum(len(step.rows) for step in steps)
     tokens = sum(sum(step.rows) for step in steps)
     images = sum(len(step.images) for step in steps)
+    with_images = f" with {several(images, 'image')}" if images else ""
     print(
-        f"{len(steps)} step{'s' * (len(steps) != 1)}, {sequences:,} sequences, {tokens:,} tokens "
-        f"{f'with {images:,} images ' if images else ''}"
+        f"{several(len(steps), 'step')}, {several(sequences, 'sequence')}, "
+        f"{several(tokens, 'token')}{with_images} "
         f"on {topology.nodes} x {topology.ranks_per_node} ranks, "
         f"{cost.name}{cost.experts_text(topology.world_size, before=', ')}, {options.sync}; "
         "per step:"

@@ -15,6 +15,7 @@ from hf_flexseq.base.lengths import (
 )
 from hf_flexseq.base.reading import read_text
 from hf_flexseq.base.registry import PLANNERS
+from hf_flexseq.base.values import several
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Plan
@@ -196,7 +197,8 @@ def plan_options(options: Namespace) -> PlanOptions:
 def summary(made: Plan | PlanOfStages, tower: TowerLoad | None = None) -> str:
     """Return a plan in one line: its contents, its parts, and its predicted seconds, including the
     tower's."""
-    contents = f"{len(made.lengths):,} sequences, {sum(made.lengths):,} tokens"
+    tokens = several(sum(made.lengths), "token")
+    contents = f"{several(len(made.lengths), 'sequence')}, {tokens}"
     if not isinstance(made, Plan):
         return f"{contents} in {made.how} by {made.schedule}, predicted {made.objective_s:.3f} s"
     if made.units:
@@ -207,7 +209,7 @@ def summary(made: Plan | PlanOfStages, tower: TowerLoad | None = None) -> str:
         )
     seconds = f"{made.objective_s:.3f} s ({100 * _gap(made):.1f} % above the bound)"
     if tower is not None:
-        contents += f" with {tower.images:,} images"
+        contents += f" with {several(tower.images, 'image')}"
         seconds = (
             f"{made.objective_s + tower.seconds:.3f} s: {seconds} and {tower.seconds:.3f} s "
             f"of the tower (imbalance {tower.imbalance:.3f})"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hf_flexseq import __version__
 from hf_flexseq.base.reading import BeyondLimit
-from hf_flexseq.base.values import printable
+from hf_flexseq.base.values import printable, several
 from hf_flexseq.cli.compare import COLUMNS, ROW_BY_ROW, Result, columns_of, results_of
 from hf_flexseq.cli.plan import in_steps, parse_rows, read_rows, summary, text_of
 from hf_flexseq.cli.view import drawn
@@ -74,11 +74,14 @@ def report(options: Namespace) -> None:
             most = max(len(step.rows) for step in planned)
             options.limits.refuse_above("sequences", most, f"a step has {most:,} sequences")
             steps = [step for step in planned if step.rows]
-            results = results_of(steps, options)
-            columns = tuple(columns_of(steps, load_cost_model(options.cost_model)))
-            remarks.append(f"The table of planners is of the first {len(planned)} steps.")
-            if any(line.tower is not None for line in lines):
-                remarks.append("It has sequences alone, without images.")
+            if steps:
+                results = results_of(steps, options)
+                columns = tuple(columns_of(steps, load_cost_model(options.cost_model)))
+                remarks.append(f"The table of planners is of the first {len(planned)} steps.")
+                if any(line.tower is not None for line in lines):
+                    remarks.append("It has sequences alone, without images.")
+            else:
+                remarks.append(f"The first {several(len(planned), 'step')} had no sequences.")
     rows = _rows(lines)
     sentences = [
         lengths_text(given.rows),

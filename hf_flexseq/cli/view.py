@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from hf_flexseq.base.registry import PIPELINE, object_of
+from hf_flexseq.base.registry import PIPELINE_TIMELINE, object_of
 from hf_flexseq.cli.plan import summary
 from hf_flexseq.command_line import say
 from hf_flexseq.cost.presets import load_cost_model
@@ -47,7 +47,7 @@ def drawn(step: RecordedStep, options: Namespace) -> Timeline:
     limits = options.limits
     if not isinstance(step.plan, Plan):
         cost = None if options.cost_model is None else load_cost_model(options.cost_model)
-        timeline: Timeline = object_of(PIPELINE.timeline)(step, cost, limits)
+        timeline: Timeline = object_of(PIPELINE_TIMELINE)(step, cost, limits)
         return timeline
     if options.cost_model is not None and options.topology is None:
         raise ValueError("--cost-model also needs --topology")

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_flexseq.base.records import Amount, Bounds, Constants, Positive, Seconds
-from hf_flexseq.base.values import MAX_RANKS
+from hf_flexseq.base.values import MAX_RANKS, several
 
 # Tokens of the busiest rank over the mean, where it was not measured: routers are trained to
 # spread tokens evenly over experts, and the experts of a rank even out their differences.
@@ -97,11 +97,8 @@ class ExpertLayers(Constants):
 
     def text(self, world_size: int) -> str:
         """Return the distribution of experts over ranks, in words."""
-        groups = world_size // self.ranks
-        return (
-            f"experts in {groups:,} group{'s' * (groups != 1)} of {self.ranks} ranks "
-            f"(imbalance {self.imbalance:g})"
-        )
+        groups = several(world_size // self.ranks, "group")
+        return f"experts in {groups} of {self.ranks} ranks (imbalance {self.imbalance:g})"
 
     # ---- other passes
 

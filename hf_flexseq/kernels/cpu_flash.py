@@ -12,8 +12,7 @@ Two habits of theirs matter here, and others in cpu_pieces.py:
   so.
 
 Every short sequence pays for the calls around its kernel, so each tensor is split into sequences
-by one call, and the results are copied straight into views of the whole. The kernel leaves its
-results tokens first, so the results of a single sequence are returned without a copy.
+by one call, and the results are copied straight into views of the whole.
 
 Rejected: one padded batch of all sequences, which for long-tailed lengths computes mostly padding;
 and a softmax written in Python, which is several times slower and keeps the whole score matrix.
@@ -21,13 +20,13 @@ and a softmax written in Python, which is several times slower and keeps the who
 tests/kernels/test_kernels.py compares it with the reference implementation, reference.py there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hf_flexseq.kernels import KernelCall, lse_dtype
 from hf_flexseq.kernels.capabilities import CallKind, KernelCapabilities
-from hf_flexseq.kernels.cpu_pieces import PiecewiseAttention, heads_first, tokens_first
+from hf_flexseq.kernels.cpu_pieces import PiecewiseAttention, Tensors, heads_first
 
 
 class CpuFlash:
@@ -51,28 +50,16 @@ class CpuFlash:
         call.check()
         attention = _attention(call)
         q, k, v, segments, *_ = call
-        if _is_one_sequence(call):
-            whole_out, whole_lse = attention.forward(*(heads_first(x) for x in (q, k, v)))
-            return tokens_first(whole_out).to(q.dtype), whole_lse[0].contiguous()
-        out = q.new_empty(q.shape)
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype))  # [H, Tq]
-        # each tensor as one view [1, heads, n, D] per sequence, lse as [1, H, n]
-        sequences = zip(
-            _split(q, segments.q_lens),
-            _split(k, segments.k_lens),
-            _split(v, segments.k_lens),
-            _split(out, segments.q_lens),
-            lse.unsqueeze(0).split(segments.q_lens, dim=2),
-            strict=True,
-        )
-        for q_i, k_i, v_i, out_i, lse_i in sequences:
-            if q_i.numel() and k_i.numel():
-                sequence_out, sequence_lse = attention.forward(q_i, k_i, v_i)
+        out = q.new_zeros(q.shape)
+        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype))  # [H, Tq]
+        of_queries = _split((q, out), segments.q_lens)
+        of_keys = _split((k, v), segments.k_lens)
+        lses = lse.unsqueeze(0).split(segments.q_lens, dim=2)  # [1, H, n] per sequence
+        for (q_i, out_i), keys, lse_i in zip(of_queries, of_keys, lses, strict=True):
+            if q_i.numel() and keys[0].numel():
+                sequence_out, sequence_lse = attention.forward(q_i, *keys)
                 out_i.copy_(sequence_out)
                 lse_i.copy_(sequence_lse)
-            else:
-                out_i.zero_()
-                lse_i.fill_(-torch.inf)
         return out, lse
 
     def backward(
@@ -85,34 +72,17 @@ class CpuFlash:
         # 16-bit inputs are widened, and their gradients stay wide.
         tensors = (dout, call.q, call.k, call.v, out)
         dout, q, k, v, out = (x.to(lse_dtype(x.dtype)) for x in tensors)
-        if _is_one_sequence(call):
-            whole = tuple(heads_first(x) for x in (dout, q, k, v, out))
-            dq, dk, dv = attention.backward(*whole, lse[None])
-            return tokens_first(dq), tokens_first(dk), tokens_first(dv)
-        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        # each tensor as one view [1, heads, n, D] per sequence, lse as [1, H, n]
-        given = zip(
-            _split(dout, segments.q_lens),
-            _split(q, segments.q_lens),
-            _split(k, segments.k_lens),
-            _split(v, segments.k_lens),
-            _split(out, segments.q_lens),
-            lse.unsqueeze(0).split(segments.q_lens, dim=2),
-            strict=True,
-        )
-        lengths = (segments.q_lens, segments.k_lens, segments.k_lens)
-        wanted = zip(*(_split(x, n) for x, n in zip(gradients, lengths, strict=True)), strict=True)
-        for of_sequence, targets in zip(given, wanted, strict=True):
-            _, q_i, k_i, *_ = of_sequence
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        of_queries = _split((dout, q, out, dq), segments.q_lens)
+        of_keys = _split((k, v, dk, dv), segments.k_lens)
+        lses = lse.unsqueeze(0).split(segments.q_lens, dim=2)  # [1, H, n] per sequence
+        for queries, keys, lse_i in zip(of_queries, of_keys, lses, strict=True):
+            (dout_i, q_i, out_i, dq_i), (k_i, v_i, dk_i, dv_i) = queries, keys
             if q_i.numel() and k_i.numel():
-                for target, gradient in zip(
-                    targets, attention.backward(*of_sequence), strict=True
-                ):
+                found = attention.backward(dout_i, q_i, k_i, v_i, out_i, lse_i)
+                for target, gradient in zip((dq_i, dk_i, dv_i), found, strict=True):
                     target.copy_(gradient)
-            else:
-                for target in targets:
-                    target.zero_()
-        return gradients
+        return dq, dk, dv
 
 
 def _attention(call: KernelCall) -> PiecewiseAttention:
@@ -125,12 +95,6 @@ def _attention(call: KernelCall) -> PiecewiseAttention:
     )
 
 
-def _is_one_sequence(call: KernelCall) -> bool:
-    """Return whether a call has a single sequence, with queries and keys."""
-    return len(call.segments.q_lens) == 1 and call.segments.has_work()
-
-
-def _split(x: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
-    """View x [tokens, heads, D] as [1, heads, n, D] per sequence of n tokens, D contiguous."""
-    views: Sequence[torch.Tensor] = heads_first(x).split(lengths, dim=2)
-    return views
+def _split(tensors: Tensors, lengths: Sequence[int]) -> Iterator[Tensors]:
+    """View each x [tokens, heads, D] as [1, heads, n, D] by sequence of n tokens, D contiguous."""
+    return zip(*(heads_first(x).split(lengths, dim=2) for x in tensors), strict=True)

@@ -77,13 +77,13 @@ class PiecewiseAttention:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend -> out [1, H, n, D], tokens first in memory, and lse [1, H, n]."""
+        """Attend -> out [1, H, n, D], lse [1, H, n]."""
         if self._is_one_call(q, k):
             out, lse = FORWARD(q, k, v, _NO_DROPOUT, self._causal, scale=self._scale)
             return out, lse
         wide = lse_dtype(q.dtype)
         q, k, v = (x.to(wide) for x in (q, k, v))
-        out = _zeros_tokens_first(q)
+        out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:3], -torch.inf)
         attend = self._attend if self._softcap is None else self._attend_capped
         # A window's block of queries has no other keys: merging would cost 5 % of its time.
@@ -109,13 +109,13 @@ class PiecewiseAttention:
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients: dout, q and out [1, H, n, D], k and v [1, Hkv, m, D], lse [1, H, n]
-        -> dq [1, H, n, D], dk and dv [1, Hkv, m, D], tokens first in memory."""
+        -> dq [1, H, n, D], dk and dv [1, Hkv, m, D]."""
         if self._is_one_call(q, k):
             dq, dk, dv = BACKWARD(
                 dout, q, k, v, out, lse, _NO_DROPOUT, self._causal, scale=self._scale
             )
             return dq, dk, dv
-        dq, dk, dv = (_zeros_tokens_first(x) for x in (q, k, v))
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         gradients = self._gradients if self._softcap is None else self._capped_gradients
         for piece in self.pieces(q, k):
             rows, keys, *_ = piece
@@ -263,17 +263,6 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
     # [tokens, heads, D] -> [heads, tokens, D] -> [1, heads, tokens, D]
     return x.transpose(0, 1).unsqueeze(0)
-
-
-def tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return x [1, heads, tokens, D] as contiguous [tokens, heads, D], without a copy."""
-    return x.squeeze(0).transpose(0, 1).contiguous()
-
-
-def _zeros_tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return zeros like x [1, heads, tokens, D], tokens first in memory."""
-    _, heads, tokens, head_dim = x.shape
-    return x.new_zeros((1, tokens, heads, head_dim)).transpose(1, 2)
 
 
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -212,17 +212,17 @@ def _largest_error(
         call = KernelCall(q, own_k, own_v, segments, heads.head_dim**-0.5)
         out, lse = other_forward(call)
         found = forward(call)
-        errors += [_difference(found[0], out), _difference(found[1], lse)]
+        errors += [difference(found[0], out), difference(found[1], lse)]
         # as if another call had read keys that weigh as much: out' = out / 2, lse' = lse + log 2
         merged = (dout, out / 2, lse + torch.log(torch.tensor(2.0)).item())
         for mine, wanted in zip(
             backward(call, *merged), other_backward(call, *merged), strict=True
         ):
-            errors.append(_difference(mine, wanted))
+            errors.append(difference(mine, wanted))
     return max(errors)
 
 
-def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the relative difference of two tensors of one shape; NaN is infinite."""
     error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
     return error if error == error else float("inf")

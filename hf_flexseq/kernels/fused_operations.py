@@ -6,16 +6,22 @@
     pack      heads of several tensors are laid side by side, for an all-to-all
     unpack    and taken apart again where they arrive; heads that several ranks had are summed
 
+Heads are rows with two strides, so the last two are made of the others: one `gather`, and for
+heads that are summed an `add` for every part of the buffer that has them again.
+
 There are two implementations. `TorchFused` is written in torch's operations, and serves every
-device. `triton_fused.TritonFused` does each in a single launch, on CUDA; `tests/kernels/
-test_fused_operations.py` holds it against this one. `choose.choose_fused` picks one.
+device. `triton_fused.TritonFused` does each of the first three in a single launch, on CUDA;
+`tests/kernels/test_fused_operations.py` holds it against this one. `choose.choose_fused` picks
+one.
 
 All write into tensors that exist, and nothing waits for the device. Sums of 16-bit parts are taken
 in float32.
 """
 
+import abc
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -25,6 +31,7 @@ from hf_flexseq.plan.head_layout import HeadLayout, HeadRun
 
 # Some rows of a tensor: a slice without a step, or int64 [n] on the tensor's device.
 Rows: TypeAlias = slice | torch.Tensor
+EVERY = slice(None)
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
@@ -32,11 +39,12 @@ Tensors: TypeAlias = Sequence[torch.Tensor]
 Result: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
-class Fused(Protocol):
+class Fused(abc.ABC):
     """The operations, over t rows of which n are meant, H heads, D the head dimension."""
 
     name: str
 
+    @abc.abstractmethod
     def merge(self, total: Result, rows: Rows, part: Result) -> None:
         """Merge a partial result into these rows of a running one.
 
@@ -45,42 +53,66 @@ class Fused(Protocol):
         result over no keys has out = 0 and lse = -inf, and changes nothing. Log-sum-exps may have
         any strides, outputs any but the last.
         """
-        ...
 
+    @abc.abstractmethod
     def add(self, totals: Tensors, rows: Sequence[Rows], parts: Tensors) -> None:
         """Add each part [n, ...] to n different rows of a total [t, ...], in its dtype."""
-        ...
 
+    @abc.abstractmethod
     def gather(self, sources: Tensors, rows: Sequence[Rows], targets: Tensors) -> None:
-        """Copy rows of each source [t, ...] to a target [n, ...] of its dtype.
+        """Copy rows of each source [t, ...] to a target [n, ...] of its dtype. Rows given as a
+        slice may change their dtype.
 
         Targets may be views of one buffer, and have other strides than their sources.
         """
-        ...
 
-    def pack(
-        self, tensors: Tensors, layout: HeadLayout, table: torch.Tensor, flat: torch.Tensor
-    ) -> None:
+    def pack(self, tensors: Tensors, layout: HeadLayout, flat: torch.Tensor) -> None:
         """Write each tensor [tokens, heads, D] to its slots of the buffer [slots x D].
 
-        layout: of all tensors. table: `layout.numbers` on the device. The dtype of `flat` is that
-        of the tensors, or a wider one.
+        layout: of all tensors. The dtype of `flat` is that of the tensors, or a wider one.
         """
-        ...
+        head_dim = tensors[0].shape[2]
+        laid_out = [x if x.stride(1) == head_dim else x.contiguous() for x in tensors]
+        heads = [_heads(laid_out[run.tensor], run) for run in layout.runs]
+        slots = [_slots(flat, run, layout.tokens, head_dim) for run in layout.runs]
+        self.gather(heads, [EVERY] * len(heads), slots)
 
-    def unpack(
-        self, flat: torch.Tensor, layout: HeadLayout, table: torch.Tensor, tensors: Tensors
-    ) -> None:
+    def unpack(self, flat: torch.Tensor, layout: HeadLayout, tensors: Tensors) -> None:
         """Write the slots of the buffer [slots x D] to the tensors [tokens, heads, D]: the
         transpose of `pack`.
 
         A head that several parts of the buffer have becomes their sum, taken in float32 (float64
-        for float64) in the order of the parts and then rounded to the dtype of the tensor.
+        for float64) in the order of `layout.runs` and then rounded to the dtype of the tensor.
         """
-        ...
+        wide = lse_dtype(flat.dtype)
+        sums = [
+            torch.zeros_like(x, dtype=wide) if is_shared else x
+            for x, is_shared in zip(tensors, layout.shared, strict=True)
+        ]
+        alone = []  # (slots, heads) to copy
+        # By round, (slots, heads) to add: runs of one tensor may have heads in common.
+        rounds: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        seen: Counter[int] = Counter()  # runs of each tensor
+        for run in layout.runs:
+            x = sums[run.tensor]
+            pair = _slots(flat, run, layout.tokens, x.shape[2]), _heads(x, run)
+            if layout.shared[run.tensor]:
+                rounds[seen[run.tensor]].append(pair)
+                seen[run.tensor] += 1
+            else:
+                alone.append(pair)
+        if alone:
+            slots, heads = zip(*alone, strict=True)
+            self.gather(slots, [EVERY] * len(alone), heads)
+        for pairs in rounds.values():
+            parts, totals = zip(*pairs, strict=True)
+            self.add(totals, [EVERY] * len(pairs), parts)
+        for x, total in zip(tensors, sums, strict=True):
+            if total is not x:
+                x.copy_(total)
 
 
-class TorchFused:
+class TorchFused(Fused):
     """The operations as torch has them: several launches each."""
 
     name = "torch"
@@ -110,34 +142,6 @@ class TorchFused:
                 torch.index_select(source, 0, of_source, out=target)
             else:
                 target.copy_(source[of_source])
-
-    def pack(
-        self, tensors: Tensors, layout: HeadLayout, table: torch.Tensor, flat: torch.Tensor
-    ) -> None:
-        """See `Fused.pack`: tensors [tokens, heads, D] -> flat [slots x D]."""
-        for run in layout.runs:
-            x = tensors[run.tensor]
-            _slots(flat, run, layout.tokens, x.shape[2]).copy_(_heads(x, run))
-
-    def unpack(
-        self, flat: torch.Tensor, layout: HeadLayout, table: torch.Tensor, tensors: Tensors
-    ) -> None:
-        """See `Fused.unpack`: flat [slots x D] -> tensors [tokens, heads, D]."""
-        wide = lse_dtype(flat.dtype)
-        sums = []
-        for x, is_shared in zip(tensors, layout.shared, strict=True):
-            sums.append(torch.zeros_like(x, dtype=wide) if is_shared else x)
-        for run in layout.runs:
-            x = sums[run.tensor]
-            heads = _heads(x, run)
-            slots = _slots(flat, run, layout.tokens, x.shape[2])
-            if layout.shared[run.tensor]:
-                heads.add_(slots)
-            else:
-                heads.copy_(slots)
-        for x, total in zip(tensors, sums, strict=True):
-            if total is not x:
-                x.copy_(total)
 
 
 def _heads(x: torch.Tensor, run: HeadRun) -> torch.Tensor:

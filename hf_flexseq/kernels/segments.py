@@ -8,7 +8,7 @@ these are made when first asked for, so the CPU never pays for them.
     lengths (3, 0, 2)  ->  cu_seqlens [0, 3, 3, 5], total 5, max 3
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -100,16 +100,6 @@ class Segments:
             else:
                 self._cu_seqlens_k = to_device(cumulative(self.k_lens), self.device)
         return self._cu_seqlens_k
-
-    def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Iterate over the query rows and the key rows of every sequence that has both."""
-        q_stop = 0
-        k_stop = 0
-        for q_len, k_len in zip(self.q_lens, self.k_lens, strict=True):
-            q_stop += q_len
-            k_stop += k_len
-            if q_len and k_len:
-                yield slice(q_stop - q_len, q_stop), slice(k_stop - k_len, k_stop)
 
     def apart(self, first: int) -> "tuple[tuple[slice, slice, Segments], ...]":
         """Return each of the first `first` sequences alone, and then all others together, if any

@@ -1,4 +1,4 @@
-"""The operations of `fused_operations.py` in one launch each, on CUDA.
+"""Merging, adding and gathering of `fused_operations.py` in one launch each, on CUDA.
 
 The host's part is small: strides, and how many programs a launch has. The kernels are in
 `triton_kernels.py`; `fused_operations.Fused` defines their results. Their slow reference is
@@ -13,23 +13,20 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from hf_flexseq.kernels.fused_operations import Result, Rows, Tensors
+from hf_flexseq.kernels.fused_operations import Fused, Result, Rows, Tensors
 from hf_flexseq.kernels.triton_kernels import (
     ADD,
     GATHER,
     merge_kernel,
     odd,
-    pack_kernel,
     rows_kernel,
-    unpack_kernel,
 )
-from hf_flexseq.plan.head_layout import HeadLayout
 
 TILE = 2048  # elements that a program does, at least one row
 MOST_COLUMNS = 1024  # of a tile
 
 
-class TritonFused:
+class TritonFused(Fused):
     """The operations as Triton kernels."""
 
     name = "triton"
@@ -71,51 +68,6 @@ class TritonFused:
     def gather(self, sources: Tensors, rows: Sequence[Rows], targets: Tensors) -> None:
         """See `Fused.gather`: sources [t, ...], targets [n, ...]."""
         _launch_rows(sources, rows, targets, GATHER)
-
-    def pack(
-        self, tensors: Tensors, layout: HeadLayout, table: torch.Tensor, flat: torch.Tensor
-    ) -> None:
-        """See `Fused.pack`: tensors [tokens, heads, D] -> flat [slots x D]."""
-        if not flat.numel():
-            return
-        head_dim = tensors[0].shape[2]
-        block_dim = _power_of_2(head_dim)
-        block_tokens = _rows_of_tile(block_dim)
-        pack_kernel[(_blocks(layout.tokens, block_tokens) * layout.columns,)](
-            tuple(tensors),
-            flat,
-            table,
-            layout.tokens,
-            *_head_strides(tensors),
-            layout.columns,
-            head_dim,
-            block_tokens,
-            block_dim,
-        )
-
-    def unpack(
-        self, flat: torch.Tensor, layout: HeadLayout, table: torch.Tensor, tensors: Tensors
-    ) -> None:
-        """See `Fused.unpack`: flat [slots x D] -> tensors [tokens, heads, D]."""
-        if not flat.numel():
-            return
-        head_dim = tensors[0].shape[2]
-        heads = sum(layout.heads)
-        block_dim = _power_of_2(head_dim)
-        block_tokens = _rows_of_tile(block_dim)
-        unpack_kernel[(_blocks(layout.tokens, block_tokens) * heads,)](
-            tuple(tensors),
-            flat,
-            table,
-            layout.tokens,
-            *_head_strides(tensors),
-            layout.columns,
-            heads,
-            head_dim,
-            tl.float64 if flat.dtype == torch.float64 else tl.float32,
-            block_tokens,
-            block_dim,
-        )
 
 
 # ---- rows
@@ -218,12 +170,6 @@ def _pair(
 
 
 # ---- sizes
-
-
-def _head_strides(tensors: Tensors) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the strides of tokens and of heads, of each tensor [tokens, heads, D]."""
-    assert all(x.stride(2) == 1 for x in tensors), "heads lie together in memory"
-    return tuple(x.stride(0) for x in tensors), tuple(x.stride(1) for x in tensors)
 
 
 def _rows_of_tile(columns: int) -> int:

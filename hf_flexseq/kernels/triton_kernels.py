@@ -9,8 +9,8 @@ one micro-batch to the next that would be all combinations, and a stall for each
 out of it: by name, or in tuples, to whose members names do not reach, as odd numbers above 1
 (`odd`).
 
-It also compiles anew for pointers to multiples of 16 bytes. Row numbers, tables and log-sum-exps
-gain nothing by it and often begin elsewhere, so they are left out of that.
+It also compiles anew for pointers to multiples of 16 bytes. Row numbers and log-sum-exps gain
+nothing by it and often begin elsewhere, so they are left out of that.
 """
 
 import triton
@@ -209,74 +209,3 @@ def merge_kernel(
     new = tl.load(part_at, mask=mask).to(old.dtype)
     tl.store(out_at, old + (new - old) * weight[:, None], mask=mask)
     tl.store(lse_at, merged_lse, mask=is_row)
-
-
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["table"])
-def pack_kernel(
-    tensors,
-    flat,
-    table,
-    tokens,
-    token_strides,
-    head_strides,
-    COLUMNS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """Copy one column of slots, of some tokens, in each program. table: `HeadLayout.numbers`."""
-    column = table + 4 * (tl.program_id(0) % COLUMNS)
-    number = tl.load(column)
-    head = tl.load(column + 1)
-    slot = tl.load(column + 2)
-    stride = tl.load(column + 3)
-    n = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    d = tl.arange(0, BLOCK_DIM)
-    mask = (n < tokens)[:, None] & (d < HEAD_DIM)[None, :]
-    flat_at = flat + (slot + n * stride)[:, None] * HEAD_DIM + d[None, :]
-    for i in tl.static_range(len(tensors)):
-        if number == i:
-            at = tensors[i] + n[:, None] * token_strides[i] + head * head_strides[i] + d[None, :]
-            x = tl.load(at, mask=mask)
-            tl.store(flat_at, x.to(flat.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["table"])
-def unpack_kernel(
-    tensors,
-    flat,
-    table,
-    tokens,
-    token_strides,
-    head_strides,
-    COLUMNS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SUM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """Sum the columns of one head, of some tokens, in each program, in dtype SUM.
-
-    HEADS: of all tensors together. table: `HeadLayout.numbers`.
-    """
-    firsts = table + 4 * COLUMNS + tl.program_id(0) % HEADS
-    first = tl.load(firsts)
-    last = tl.load(firsts + 1)
-    n = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    d = tl.arange(0, BLOCK_DIM)
-    mask = (n < tokens)[:, None] & (d < HEAD_DIM)[None, :]
-    sums = tl.full((BLOCK_TOKENS, BLOCK_DIM), 0.0, SUM)
-    column = first
-    while column < last:
-        slot = tl.load(table + 4 * column + 2)
-        stride = tl.load(table + 4 * column + 3)
-        flat_at = flat + (slot + n * stride)[:, None] * HEAD_DIM + d[None, :]
-        sums += tl.load(flat_at, mask=mask).to(SUM)
-        column += 1
-    number = tl.load(table + 4 * first)
-    head = tl.load(table + 4 * first + 1)
-    for i in tl.static_range(len(tensors)):
-        if number == i:
-            at = tensors[i] + n[:, None] * token_strides[i] + head * head_strides[i] + d[None, :]
-            tl.store(at, sums.to(tensors[i].dtype.element_ty), mask=mask)

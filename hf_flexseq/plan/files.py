@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hf_flexseq.base.reading import Limits, parse_json, read_text
-from hf_flexseq.base.registry import PIPELINE, object_of
+from hf_flexseq.base.registry import PIPELINE_STEP, object_of
 from hf_flexseq.base.values import MAX_SECONDS, duration, items, one_line, quoted, whole
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
@@ -145,7 +145,7 @@ def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
         raise ValueError(f"not a plan: expected a JSON object, got {type(record).__name__}")
     number = whole("step", record.get("step", index))
     if "actions" in record:
-        step: RecordedStep = object_of(PIPELINE.read_step)(number, record, limits)
+        step: RecordedStep = object_of(PIPELINE_STEP)(number, record, limits)
         return step
     plan = Plan.from_record(plan_record(record, PLAN_KEYS))
     plan.check_form()

@@ -8,31 +8,18 @@ example q of four heads and k of two, on two ranks:
     part 1    of every token    q2 q3 k1
 
 A *slot* is the place of one head of one token. With T tokens part 0 has slots 0 to 3T - 1, and
-head q1 of token n is in slot 1 + 3n. So a head of a part is a *column* of slots: a first one and a
-stride. Columns with the same pattern in consecutive parts are a *run*.
+head q1 of token n is in slot 1 + 3n: a first slot and a stride. Heads with the same pattern in
+several parts, which are evenly apart, are a *run*.
 
-`kernels/fused_operations.py` packs tensors into such a buffer, run by run, and unpacks them again;
-`kernels/triton_kernels.py` does so column by column.
+`kernels/fused_operations.py` packs tensors into such a buffer and unpacks them again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-
-class HeadColumn(NamedTuple):
-    """One head of one tensor, in one part of the buffer."""
-
-    tensor: int
-    head: int
-    slot: int  # slot for token 0
-    stride: int  # slots between consecutive tokens
 
 
 class HeadRun(NamedTuple):
-    """Adjacent heads, in consecutive parts of the buffer with the same pattern."""
+    """Adjacent heads, in some parts of the buffer with the same pattern."""
 
     tensor: int
     head: int  # the first head in the first part
@@ -40,22 +27,14 @@ class HeadRun(NamedTuple):
     slot: int  # slot of the first head and token 0
     stride: int  # slots between consecutive tokens
     parts: int
-    head_step: int  # heads between consecutive parts
-    slot_step: int  # slots between consecutive parts
-
-    def columns(self) -> Iterator[HeadColumn]:
-        """Yield the columns of the run, part after part."""
-        for part in range(self.parts):
-            head = self.head + part * self.head_step
-            slot = self.slot + part * self.slot_step
-            for i in range(self.heads):
-                yield HeadColumn(self.tensor, head + i, slot + i, self.stride)
+    head_step: int  # heads from one of its parts to the next
+    slot_step: int  # slots from one of its parts to the next
 
 
 class HeadLayout:
     """The places of the heads of some tensors [tokens, heads, head_dim] in a flat buffer."""
 
-    __slots__ = ("columns", "heads", "numbers", "runs", "shared", "slots", "tokens")
+    __slots__ = ("heads", "runs", "shared", "slots", "tokens")
 
     def __str__(self) -> str:
         """Return the number of heads of each tensor."""
@@ -64,16 +43,8 @@ class HeadLayout:
     def __init__(self, head_ranges: Sequence[Sequence[range]], tokens: int) -> None:
         """head_ranges: by tensor and part, the heads in the part. Each head is in some part."""
         slots, runs = _runs(head_ranges, tokens)
-        columns: list[HeadColumn] = []
-        for run in runs:
-            columns.extend(run.columns())
-        # Sorted by head; parts that share a head stay in their order.
-        columns.sort(key=lambda column: (column.tensor, column.head))
-
         self.tokens = tokens
         self.runs = tuple(runs)
-        self.columns = len(columns)
-        """Number of columns."""
         self.slots = tuple(slots)
         """Slots of each part; times head_dim they are elements."""
         self.heads = tuple(_all_heads(ranges) for ranges in head_ranges)
@@ -83,10 +54,6 @@ class HeadLayout:
             for ranges, heads in zip(head_ranges, self.heads, strict=True)
         )
         """True for each tensor with heads in several parts."""
-        self.numbers: NDArray[np.int64] = _numbers(columns, self.heads)
-        """The columns as integers, in one flat int64 array: [columns, 4], the fields of each,
-        sorted by tensor and head; then, by tensor and head, the number of its first column, and
-        at the end `columns`."""
 
 
 def _runs(head_ranges: Sequence[Sequence[range]], tokens: int) -> tuple[list[int], list[HeadRun]]:
@@ -107,16 +74,18 @@ def _runs(head_ranges: Sequence[Sequence[range]], tokens: int) -> tuple[list[int
             before += len(one)
         slots.append(tokens * stride)
         end += tokens * stride
-    # 2. parts with the same pattern are joined
+    # 2. parts with the same pattern are joined, those between them may have others
     runs: list[HeadRun] = []
     for of_tensor in single:
         joined: list[HeadRun] = []
         for run in of_tensor:
-            longer = _longer(joined[-1], run) if joined else None
-            if longer is None:
-                joined.append(run)
+            for place, earlier in enumerate(joined):
+                longer = _longer(earlier, run)
+                if longer is not None:
+                    joined[place] = longer
+                    break
             else:
-                joined[-1] = longer
+                joined.append(run)
         runs += joined
     return slots, runs
 
@@ -144,16 +113,3 @@ def _all_heads(ranges: Sequence[range]) -> int:
         heads.update(one)
     assert heads == set(range(len(heads))), "every head is in some part"
     return len(heads)
-
-
-def _numbers(columns: Sequence[HeadColumn], heads: Sequence[int]) -> NDArray[np.int64]:
-    """Return `HeadLayout.numbers`. columns: sorted by tensor and head. heads: of each tensor."""
-    firsts: list[int] = []
-    last = None
-    for number, column in enumerate(columns):
-        if (column.tensor, column.head) != last:
-            last = (column.tensor, column.head)
-            firsts.append(number)
-    assert len(firsts) == sum(heads), "every head has a column"
-    fields = np.array(columns, dtype=np.int64).reshape(-1)
-    return np.concatenate((fields, np.array([*firsts, len(columns)], dtype=np.int64)))

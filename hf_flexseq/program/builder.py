@@ -243,15 +243,13 @@ class Builder:
     def pack_heads(self, tensors: Values, layout: HeadLayout) -> Value:
         """Return all heads side by side, part after part: [tokens, heads, D] -> [slots x D]."""
         shape = (sum(layout.slots) * tensors[0].shape[2],)
-        table = Index(self.tables.head_table(layout))
-        return self._made("pack_heads", tensors, shape, tensors[0].dtype, shape, layout, table)
+        return self._made("pack_heads", tensors, shape, tensors[0].dtype, shape, layout)
 
     def unpack_heads(self, flat: Value, layout: HeadLayout, head_dim: int) -> Values:
         """Unpack heads, shared ones summed: flat [slots x D] -> [tokens, heads, D] in INPUT."""
         shapes = tuple((layout.tokens, heads, head_dim) for heads in layout.heads)
         outs = tuple(self._value(shape, INPUT) for shape in shapes)
-        table = Index(self.tables.head_table(layout))
-        self._emit("unpack_heads", (flat,), outs, shapes, INPUT, layout, table)
+        self._emit("unpack_heads", (flat,), outs, shapes, INPUT, layout)
         return outs
 
     def flat_heads(self, tensors: Values) -> Value:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_flexseq.plan.head_layout import HeadLayout
 from hf_flexseq.program.instructions import CallLengths, RowsSpec
 
 IntArray = NDArray[np.int64]
@@ -18,7 +17,6 @@ class Tables:
         "_backwards",
         "_calls",
         "_constants",
-        "_head_tables",
         "_ranges",
         "calls",
         "indices",
@@ -31,7 +29,6 @@ class Tables:
         self._ranges: dict[tuple[tuple[int, int], ...], int] = {}
         self._backwards: dict[tuple[tuple[int, int], ...], RowsSpec] = {}
         self._constants: dict[tuple[int, ...], int] = {}
-        self._head_tables: dict[HeadLayout, int] = {}
 
     def index(self, array: IntArray) -> int:
         """Add an index array, int64 [n], and return its number."""
@@ -43,12 +40,6 @@ class Tables:
         if numbers not in self._constants:
             self._constants[numbers] = self.index(np.array(numbers, dtype=np.int64))
         return self._constants[numbers]
-
-    def head_table(self, layout: HeadLayout) -> int:
-        """Return the number of the array of a layout of heads, which is made once."""
-        if layout not in self._head_tables:
-            self._head_tables[layout] = self.index(layout.numbers)
-        return self._head_tables[layout]
 
     def rows(self, ranges: Sequence[tuple[int, int]]) -> RowsSpec:
         """Return rows given as ranges [start, stop), which may be empty, one after the other."""

@@ -77,6 +77,27 @@ def load_average() -> str:
     return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
+# ---- another trainer
+
+
+def alst_options(ranks: int, attention: str) -> dict[str, Any]:
+    """Connect the ranks; return the training arguments of DeepSpeed's ALST over all of them.
+
+    attention: the model's.
+    """
+    import deepspeed
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+    deepspeed.init_distributed("gloo")
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation=attention
+    )
+    config = ParallelismConfig(sp_backend="deepspeed", sp_size=ranks, sp_handler=handler)
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    zero = {"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}
+    return {"parallelism_config": config, "deepspeed": zero | dict.fromkeys(names, "auto")}
+
+
 # ---- the record
 
 

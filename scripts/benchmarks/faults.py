@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -37,10 +38,21 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from common import argument_parser, load_average, machine, table_head, table_row, write_record
+from common import (
+    ROOT,
+    argument_parser,
+    load_average,
+    machine,
+    table_head,
+    table_row,
+    write_record,
+)
 from forked import children, main_or_rank, reap, start_ranks
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from tiny import documents, tiny_llama_config
+from hf_flexseq.distributed.hosts import last_error
+
+sys.path.append(str(ROOT))
+from tests.hf.tiny import documents, tiny_llama
 
 FAULTS = ("killed", "stopped", "raises")
 STEPS = 10
@@ -101,9 +113,8 @@ class Fault:
 
 def model_of(kind: str, folder: Path) -> torch.nn.Module:
     """Return a model of two layers. folder: of the whole job; keeps the weights for FSDP2."""
-    torch.manual_seed(0)
     if kind != "FSDP2":
-        return LlamaForCausalLM(tiny_llama_config())
+        return tiny_llama(torch.float32)
     return LlamaForCausalLM.from_pretrained(
         folder / "model", distributed_config=DistributedConfig(fsdp_size=KINDS[kind].ranks)
     )
@@ -135,7 +146,7 @@ def train(rank: int, *, kind: str, folder: Path, fault: Fault | None, resume: bo
     trainer = FlexSeqTrainer(
         model=model_of(kind, folder),
         args=FlexSeqConfig(output_dir=str(folder / "run"), **options),
-        train_dataset=documents(STEPS * 2 * KINDS[kind].ranks, MOST_TOKENS),
+        train_dataset=documents(lengths(STEPS * 2 * KINDS[kind].ranks)),
     )
     if fault is not None and fault.rank == rank:
         arrange(fault, trainer, folder)
@@ -143,6 +154,12 @@ def train(rank: int, *, kind: str, folder: Path, fault: Fault | None, resume: bo
     if rank == 0:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         (folder / "losses.json").write_text(json.dumps(losses))
+
+
+def lengths(count: int) -> list[int]:
+    """Return the tokens of documents, most of them short, the same every time."""
+    draw = random.Random(0)
+    return [min(MOST_TOKENS, max(2, int(draw.lognormvariate(3, 1)))) for _ in range(count)]
 
 
 def arrange(fault: Fault, trainer: FlexSeqTrainer, folder: Path) -> None:
@@ -225,7 +242,7 @@ def faulty_run(kind: str, fault: Fault, folder: Path) -> dict[str, Any]:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
     speaker = 0 if fault.rank else 1
-    found["message"] = last_error(folder / f"rank{speaker}.log")
+    found["message"] = last_error((folder / f"rank{speaker}.log").read_text())
     found["named"] = re.search(rf"\brank {fault.rank}\b", found["message"]) is not None
     found["left_s"], found["left"] = left_over()
     return found
@@ -235,15 +252,6 @@ def is_bad(found: dict[str, Any]) -> bool:
     """Tell if a job did not end as it should."""
     is_unequal = found.get("resumed") is False
     return bool(found["hung"] or found["left"] or is_unequal or not found["named"])
-
-
-def last_error(log: Path) -> str:
-    """Return the last exception that a rank has printed, in one line; "nothing" where there is
-    none."""
-    # torch puts the rank in front of each line
-    pattern = r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*(?:Error|Rank|Exception): .*)"
-    lines = re.findall(pattern, log.read_text(), re.MULTILINE)
-    return lines[-1] if lines else "nothing"
 
 
 def left_over() -> tuple[float, list[str]]:

@@ -54,7 +54,6 @@ from transformers import (
 from common import argument_parser, machine, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.hf.model.loss import attach_chunked_loss
-from hf_flexseq.kernels.chunked_loss import choose_backend
 
 # Drawn from a log-normal with mu = ln 950 and sigma = 1.75, like CommonCrawl's documents.
 LONG_TAILED = (2087, 718, 630, 320, 190, 181, 56, 21)
@@ -297,16 +296,14 @@ AttentionInterface.register("per_document", per_document_attention)
 
 def heading(args: argparse.Namespace) -> str:
     """Return the lines above the tables."""
-    weight = torch.empty(VOCAB, HIDDEN)
-    loss = choose_backend(weight, weight).name
     counted = []
     for length, count in Counter(args.lengths).items():
         counted.append(f"{count} x {length}" if count > 1 else f"{length}")
     lines = [
         f"{machine('torch', 'transformers')}, one thread",
         "",
-        f"Llama of {LAYERS} layers, {HIDDEN} wide, {VOCAB} words, float32, AdamW, chunked loss by "
-        f"{loss}; {len(args.lengths)} documents a step, {sum(args.lengths):,} tokens: "
+        f"Llama of {LAYERS} layers, {HIDDEN} wide, {VOCAB} words, float32, AdamW, chunked loss; "
+        f"{len(args.lengths)} documents a step, {sum(args.lengths):,} tokens: "
         f"{', '.join(counted)}",
         "",
         f"{args.steps} steps of every lane in turn, after {args.warmup}: medians (and quartiles) "

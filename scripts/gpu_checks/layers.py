@@ -35,7 +35,7 @@ LIGER = "liger_kernel"
 # By kind of kernel, parts of their names; the first kind that fits is taken.
 KINDS = {
     "attention": ("flash", "fmha", "sdpa", "mha_"),
-    "ours": ("merge_kernel", "rows_kernel", "pack_kernel", "add_kernel"),
+    "ours": ("merge_kernel", "rows_kernel"),
     "products": ("gemm", "cutlass", "nvjet", "xmma", "cublas"),
     "copies": ("memcpy", "memset", "copy"),
 }

@@ -255,7 +255,7 @@ def run_cudnn(setting: Setting) -> None:
         later = milliseconds(given, cudnn_long.forward, cudnn_long.backward)
         wanted, _ = other.launch_forward(given.call)
         cells = [f"{tokens:,}", f"{first_ms:.0f}", f"{later[0]:.2f} + {later[1]:.2f}"]
-        rows.append([*cells, f"{_difference(out, wanted):.1e}"])
+        rows.append([*cells, f"{cudnn_long.difference(out, wanted):.1e}"])
     print(json.dumps({"rows": rows, "variable": os.environ.get(AVOID_RECOMPILE)}))
 
 
@@ -277,7 +277,7 @@ def _front_end(setting: Setting) -> Section:
         planning_s = time.perf_counter() - began
         out, lse = other.launch_forward(given.call)
         wanted = (out, *other.launch_backward(given.call, given.dout, out, lse))
-        error = max(_difference(x, y) for x, y in zip(found, wanted, strict=True))
+        error = max(cudnn_long.difference(x, y) for x, y in zip(found, wanted, strict=True))
         is_close = error <= cudnn_long.CLOSE
         holds = holds and is_close
         mine = [1e3 * median_s(run, setting.device) for run in (packed.forward, packed.backward)]
@@ -287,8 +287,3 @@ def _front_end(setting: Setting) -> Section:
         rows.append([shape, *speeds, f"{planning_s:.2f}", f"{error:.1e}", verdict(is_close)])
     columns = ["pack", "cuDNN", "FlashAttention-2", "plans, s", "off by", ""]
     return Section(title="", lines=table(columns, rows), holds=holds)
-
-
-def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the relative difference of two tensors of one shape."""
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())

@@ -30,17 +30,21 @@ class StrictFused(TorchFused):
         check_strides([*sources, *targets])
         super().gather(sources, rows, targets)
 
-    def pack(self, tensors, layout, table, flat):
+    def pack(self, tensors, layout, flat):
         check_heads(tensors)
         assert all(x.shape[0] == layout.tokens for x in tensors), "all tensors have as many tokens"
         assert all(x.dtype == flat.dtype for x in tensors), "heads travel as they are"
         assert flat.is_contiguous(), "heads lie side by side"
-        super().pack(tensors, layout, table, flat)
+        super().pack(tensors, layout, flat)
 
-    def unpack(self, flat, layout, table, tensors):
+    def unpack(self, flat, layout, tensors):
         check_heads(tensors)
         assert flat.is_contiguous(), "heads lie side by side"
-        super().unpack(flat, layout, table, tensors)
+        # Only here do copies round, to the dtype of a tensor; so they are checked in the buffer's.
+        wide = [x.to(flat.dtype) for x in tensors]
+        super().unpack(flat, layout, wide)
+        for x, found in zip(tensors, wide, strict=True):
+            x.copy_(found)
 
 
 def check_heads(tensors):

@@ -18,7 +18,7 @@ from hf_flexseq.planner import make_plan
 COST = PRESETS["qwen3-vl-8b-h100"]
 MACHINE = "--topology 1x8 --cost-model qwen3-vl-8b-h100"
 TOWER = re.compile(
-    r"with ([\d,]+) images, .* predicted ([\d.]+) s: ([\d.]+) s \([\d.]+ % above the bound\) "
+    r"with ([\d,]+) images?, .* predicted ([\d.]+) s: ([\d.]+) s \([\d.]+ % above the bound\) "
     r"and ([\d.]+) s of the tower \(imbalance ([\d.]+)\)"
     r"(?:, which runs forward twice: its graph is not kept)?, planned"
 )
@@ -99,9 +99,9 @@ def test_videos_are_divided_between_frames_and_steps_have_their_own_images(flexs
     pairs = 8192**2 * COST.tower.pair_s
     assert seconds == pytest.approx([linear + pairs, (linear + pairs / 8) / 8], abs=6e-4)
     assert "imbalance 8.000" in first
-    assert "1 sequences, 2,057 tokens with 8 images" in second
+    assert "1 sequence, 2,057 tokens with 8 images" in second
     assert "imbalance 1.000" in second
-    assert "1 sequences, 9 tokens, 1 micro-batch(es)" in third
+    assert "1 sequence, 9 tokens, 1 micro-batch(es)" in third
     assert "tower" not in third
 
 
@@ -121,9 +121,11 @@ def test_compare_has_the_tower_and_what_it_takes_in_groups(flexseq, file):
     assert float(lines[1].split()[-1]) == pytest.approx(80 * image_s, abs=1e-3)
 
 
-def test_rows_come_from_stdin_too(flexseq, monkeypatch):
+@pytest.mark.parametrize(("command", "follows"), [("plan", ","), ("compare", " on 1 x 8 ranks")])
+def test_rows_come_from_stdin_too(command, follows, flexseq, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"text": 3, "images": [16]}\n'))
-    assert "1 sequences, 7 tokens with 1 images" in flexseq(f"plan --lengths - {MACHINE}")
+    said = flexseq(f"{command} --lengths - {MACHINE}")
+    assert f"1 sequence, 7 tokens with 1 image{follows}" in said
 
 
 def test_what_cannot_be_planned_is_one_line(refused, file, tmp_path):

@@ -217,6 +217,15 @@ def test_a_page_says_what_it_shows(seconds, words, said, plan, made, trace, tmp_
 
 
 @pytest.mark.slow
+def test_a_trace_whose_first_steps_are_empty_is_not_planned_again(plan, made, trace):
+    empty = make_plan([], Topology(nodes=2, ranks_per_node=4), PRESETS["llama-3.1-8b-h200"])
+    lines = [{"step": 0, **empty.to_record()}, line(plan, 1)]
+    page = made(trace(lines), f"{MACHINE} {FAST} --steps 1")
+    assert "The first 1 step had no sequences." in page.text
+    assert "Planners" not in page.text
+
+
+@pytest.mark.slow
 def test_steps_that_ran_again_count_once_and_torn_lines_are_named(plan, made, trace, capsys):
     lines = [line(plan, n) for n in (0, 1, 2)]
     lines += [line(plan, n, 3.0, passes=2) for n in (1, 2)]

@@ -21,9 +21,6 @@ accelerate.utils.imports._is_package_available = functools.cache(
     accelerate.utils.imports._is_package_available
 )
 
-if importlib.util.find_spec("torch.nn.modules.linear_cross_entropy"):
-    import torch.nn.modules.linear_cross_entropy
-
 # The quick set forks no rank, and DeepSpeed takes as long to import as a hundred of its tests.
 if importlib.util.find_spec("deepspeed") and not budget.quick:
     import deepspeed

@@ -16,8 +16,7 @@ from hf_flexseq import FlexSeqTrainer
 from hf_flexseq.hf.losses.heads import TokenFigures, figures_of_logits
 from hf_flexseq.hf.losses.outputs import PlannedOutput
 from hf_flexseq.hf.model.loss import NO_LOGITS, attach_chunked_loss
-from hf_flexseq.kernels import chunked_loss
-from hf_flexseq.kernels.token_outputs import token_outputs
+from hf_flexseq.kernels import token_outputs
 from hf_flexseq.steps.figure_passes import FigurePasses
 from tests.differential.case import Case
 from tests.differential.runs import both_on_ranks, here
@@ -61,10 +60,10 @@ def drawn(seed):
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 100])
 def test_figures_and_their_gradients_are_those_of_all_logits(monkeypatch, rows, has_bias):
-    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda *sizes: rows)
+    monkeypatch.setattr(token_outputs, "chunk_rows", lambda *sizes: rows)
     operands, targets, weights = drawn(rows)
     gradients = []
-    for compute in (plain_figures, token_outputs):
+    for compute in (plain_figures, token_outputs.token_outputs):
         leaves = [operand.double().requires_grad_() for operand in operands]
         hidden, weight, bias = leaves
         found = compute(hidden, weight, bias if has_bias else None, targets, with_means=True)

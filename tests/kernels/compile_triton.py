@@ -3,8 +3,8 @@
     python tests/kernels/compile_triton.py 90   {"resources": [...], "variants": {...}}
 
 resources: of each kernel, for some launches: bytes that a thread spills, and bytes of shared
-memory of a block. variants: as how many kernels Triton would compile each for launches that differ
-only in their numbers of rows and tokens, and in where small tensors begin.
+memory of a block. variants: as how many kernels Triton would compile an operation for launches
+that differ only in their numbers of rows and tokens, and in where small tensors begin.
 
 Arguments are those of real launches: `triton_fused.py` is called with launches taken over, on the
 cases of `fused_cases.py`.
@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -33,7 +34,7 @@ from hf_flexseq.kernels import triton_fused
 from tests.kernels.fused_cases import added, gathered, merged, packed, unpacked
 
 HEAD_DIMS = (64, 96, 128, 256)
-KERNELS = ("merge_kernel", "rows_kernel", "pack_kernel", "unpack_kernel")
+KERNELS = ("merge_kernel", "rows_kernel")
 TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -133,20 +134,31 @@ def all_resources(architecture):
     return records
 
 
-def launches_of_other_sizes():
-    """Call every operation on many numbers of rows and tokens, wherever row numbers, tables and
+def of_other_sizes():
+    """By operation, its work on many numbers of rows and tokens, wherever row numbers and
     log-sum-exps begin in memory."""
-    fused = triton_fused.TritonFused()
+    works = defaultdict(list)
     for rows in (2, 15, 16, 17, 32):  # of one row the strides look otherwise
-        gathered(rows, dtype=torch.float32).run(fused)
+        works["gather"].append(gathered(rows, dtype=torch.float32))
         for shift in (0, 1):
-            merged(rows, dtype=torch.float32, shift=shift).run(fused)
-            for operation in (packed, unpacked):
-                options = {"tokens": rows, "shift": shift}
-                operation("heads that divide", dtype=torch.float32, **options).run(fused)
+            works["merge"].append(merged(rows, dtype=torch.float32, shift=shift))
+        for name, operation in (("pack", packed), ("unpack", unpacked)):
+            works[name].append(operation("heads that divide", dtype=torch.float32, tokens=rows))
+    return works
+
+
+def all_variants():
+    """By operation, as how many kernels Triton would compile it."""
+    counts = {}
+    for name, works in of_other_sizes().items():
+        found = set()
+        for work in works:
+            launches = each_launch(variant, partial(work.run, triton_fused.TritonFused()))
+            found.update(*launches.values())
+        counts[name] = len(found)
+    return counts
 
 
 if __name__ == "__main__":
-    variants = each_launch(variant, launches_of_other_sizes)
-    counts = {name: len(set(found)) for name, found in variants.items()}
-    print(json.dumps({"resources": all_resources(int(sys.argv[1])), "variants": counts}))
+    resources = all_resources(int(sys.argv[1]))
+    print(json.dumps({"resources": resources, "variants": all_variants()}))

@@ -128,22 +128,17 @@ def gathered(selection, *, dtype, heads=3, head_dim=7, pair=(2, 1, 40), keys=Non
     return Work(lambda fused: fused.gather(*given), [buffer, lse_rows])
 
 
-def packed(case, *, dtype, head_dim=7, tokens=5, shift=0, device="cpu", back=False):
+def packed(case, *, dtype, head_dim=7, tokens=5, device="cpu", back=False):
     """Heads of tensors are laid into the buffer of a layout, [slots x D]; back: from it into the
-    tensors. case: of `HEAD_RANGES`, or such ranges.
-
-    shift: numbers in memory before the layout's table.
-    """
+    tensors. case: of `HEAD_RANGES`, or such ranges."""
     layout = HeadLayout(HEAD_RANGES[case] if isinstance(case, str) else case, tokens)
-    before = torch.zeros(shift, dtype=torch.int64)
-    table = torch.cat([before, torch.from_numpy(layout.numbers)]).to(device)[shift:]
     # one head more, for strides that are not those of a tensor of its own
     shapes = [(tokens, heads + 1, head_dim) for heads in layout.heads]
     tensors = [normal(i, shape, dtype, device)[:, 1:] for i, shape in enumerate(shapes)]
     flat = normal(9, (sum(layout.slots) * head_dim,), dtype, device)
     if back:
-        return Work(lambda fused: fused.unpack(flat, layout, table, tensors), tensors)
-    return Work(lambda fused: fused.pack(tensors, layout, table, flat), [flat])
+        return Work(lambda fused: fused.unpack(flat, layout, tensors), tensors)
+    return Work(lambda fused: fused.pack(tensors, layout, flat), [flat])
 
 
 def unpacked(case, **options):

@@ -17,10 +17,23 @@ merged result:
 With a softcap c the scores s are c tanh(raw / c), and ds is taken times 1 - (s / c)^2.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from hf_flexseq.kernels import KernelCall, lse_dtype
 from hf_flexseq.kernels.segments import Segments
+
+
+def blocks(segments: Segments) -> Iterator[tuple[slice, slice]]:
+    """Iterate over the query rows and the key rows of every sequence that has both."""
+    q_stop = 0
+    k_stop = 0
+    for q_len, k_len in zip(segments.q_lens, segments.k_lens, strict=True):
+        q_stop += q_len
+        k_stop += k_len
+        if q_len and k_len:
+            yield slice(q_stop - q_len, q_stop), slice(k_stop - k_len, k_stop)
 
 
 class Reference:
@@ -38,7 +51,7 @@ class Reference:
         q, k, v, segments, scale, softcap, *_ = call
         out = q.new_zeros(q.shape)
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype(q.dtype))  # [H, Tq]
-        for rows, keys in segments.blocks():
+        for rows, keys in blocks(segments):
             scores = _scores(q[rows], k[keys], scale, softcap)  # [Hkv, G, n, m]
             scores = scores.masked_fill(_hidden(scores, segments), -torch.inf)
             block_lse = scores.logsumexp(-1)  # [Hkv, G, n]
@@ -59,7 +72,7 @@ class Reference:
         dk = k.new_zeros(k.shape)
         dv = v.new_zeros(v.shape)
         kv_heads = k.shape[1]
-        for rows, keys in segments.blocks():
+        for rows, keys in blocks(segments):
             q_grouped = _grouped(q[rows], kv_heads)  # [n, Hkv, G, D]
             out_grouped = _grouped(out[rows], kv_heads)
             dout_grouped = _grouped(dout[rows], kv_heads)

@@ -7,18 +7,13 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.kernels import chunked_loss
-from hf_flexseq.kernels.chunked_loss import choose_backend, chunk_rows, chunked_cross_entropy_sum
+from hf_flexseq.kernels import chunked_loss, token_outputs
+from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum, reason_without_liger
+from hf_flexseq.kernels.token_outputs import chunk_rows
 from tests.kernels import interpreter
-
-needs_torch_loss = pytest.mark.skipif(
-    not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch >= 2.13"
-)
-BACKENDS = [chunked_loss.loop_sum, pytest.param(chunked_loss.torch_sum, marks=needs_torch_loss)]
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -70,17 +65,16 @@ def apart(backend, inputs, twins):
 @pytest.fixture
 def four_rows(monkeypatch):
     """Chunks of four rows."""
-    monkeypatch.setattr(chunked_loss, "chunk_rows", lambda *shape: 4)
+    monkeypatch.setattr(token_outputs, "chunk_rows", lambda *shape: 4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_sum_and_gradients_are_those_of_full_logits(backend, bias, dtype, tolerance, four_rows):
+def test_sum_and_gradients_are_those_of_full_logits(bias, dtype, tolerance, four_rows):
     for tokens, vocab in ((1, 5), (2, 5), (7, 33), (8, 33), (23, 33)):
         inputs = operands(tokens, vocab, dtype, bias=bias)
-        assert {x.dtype for x in loss_and_grads(backend, inputs)} == {dtype}
-        assert max(apart(backend, inputs, wide(inputs))) < tolerance
+        assert {x.dtype for x in loss_and_grads(chunked_cross_entropy_sum, inputs)} == {dtype}
+        assert max(apart(chunked_cross_entropy_sum, inputs, wide(inputs))) < tolerance
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -113,13 +107,12 @@ def test_16_bits_are_summed_in_float32(dtype, four_rows):
     assert max(of_grads) < torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_only_what_requires_a_gradient_gets_one(backend, four_rows):
+def test_only_what_requires_a_gradient_gets_one(four_rows):
     for frozen in ((0,), (1,), (1, 2), (0, 2)):
         inputs = operands(9, 33, torch.float64)
         for i in frozen:
             inputs[i] = inputs[i].detach()
-        assert max(apart(backend, inputs, inputs)) < 1e-12
+        assert max(apart(chunked_cross_entropy_sum, inputs, inputs)) < 1e-12
 
 
 def test_mixed_dtypes_raise():
@@ -128,12 +121,11 @@ def test_mixed_dtypes_raise():
         chunked_cross_entropy_sum(hidden.bfloat16(), weight, bias, targets)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_targets_give_zero_loss_and_zero_gradients(backend):
+def test_no_targets_give_zero_loss_and_zero_gradients():
     for tokens in (0, 5):
         inputs = operands(tokens, 33, torch.float64)
         inputs[3][:] = IGNORE_INDEX
-        assert all(not x.any() for x in loss_and_grads(backend, inputs))
+        assert all(not x.any() for x in loss_and_grads(chunked_cross_entropy_sum, inputs))
 
 
 def peak_bytes(run, folder):
@@ -147,15 +139,14 @@ def peak_bytes(run, folder):
     return max(itertools.accumulate(event["args"]["Bytes"] for event in memory))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_of_all_tokens_never_exist(backend, tmp_path, four_rows):
+def test_logits_of_all_tokens_never_exist(tmp_path, four_rows):
     tokens, vocab = 512, 700
     inputs = operands(tokens, vocab, torch.float32)
     all_logits = tokens * vocab * 4
     enough = 2 * sum(x.numel() * 4 for x in inputs[:3]) + 4 * 4 * vocab * 4
     assert enough < all_logits / 2
     assert peak_bytes(lambda: loss_and_grads(full_sum, inputs), tmp_path) > all_logits
-    assert peak_bytes(lambda: loss_and_grads(backend, inputs), tmp_path) < enough
+    assert peak_bytes(lambda: loss_and_grads(chunked_cross_entropy_sum, inputs), tmp_path) < enough
 
 
 def test_evaluation_computes_no_gradients(tmp_path, four_rows):
@@ -173,32 +164,24 @@ def test_a_chunk_is_64_mebibytes_or_a_quarter_of_the_weight():
     assert chunk_rows(2, 10**9, 4) == 1
 
 
-def test_the_backend_is_chosen_by_dtype_and_device(monkeypatch):
-    def operand(dtype, device="cuda", requires_grad=True):
+def test_liger_serves_16_bits_on_cuda(monkeypatch):
+    def operand(dtype=torch.bfloat16, device="cuda", requires_grad=True):
         return types.SimpleNamespace(
             dtype=dtype, device=torch.device(device), requires_grad=requires_grad
         )
 
-    def name_of(operand, weight=None):
-        return choose_backend(operand, weight or operand).name
+    def reason(hidden, weight=None):
+        return reason_without_liger(hidden, weight or hidden)
 
-    for dtype in (torch.float32, torch.bfloat16):
-        assert name_of(operand(dtype, "cpu")) == "loop"
-    narrow = operand(torch.bfloat16, "cpu")
-    assert "not on cpu" in choose_backend(narrow, narrow).why
-
-    has_torch_loss = hasattr(nn, "LinearCrossEntropyOptions")
-    assert name_of(operand(torch.float32)) == ("torch" if has_torch_loss else "loop")
-    monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
-    assert name_of(operand(torch.float32)) == "loop"
-
-    narrow, frozen = operand(torch.bfloat16), operand(torch.bfloat16, requires_grad=False)
+    assert "not for torch.float32" in reason(operand(torch.float32))
+    assert "not on cpu" in reason(operand(device="cpu"))
+    narrow, frozen = operand(), operand(requires_grad=False)
     monkeypatch.setattr(chunked_loss, "_liger_function", lambda: None)
-    assert "not installed" in choose_backend(narrow, narrow).why
+    assert "not installed" in reason(narrow)
     monkeypatch.setattr(chunked_loss, "_liger_function", lambda: F)
-    assert name_of(narrow) == "liger"
-    assert name_of(frozen, narrow) == "loop"
-    assert name_of(narrow, frozen) == "liger"
+    assert reason(narrow) is None
+    assert "drops" in reason(frozen, narrow)
+    assert reason(narrow, frozen) is None
 
 
 @pytest.mark.kernels

@@ -1,11 +1,20 @@
 """Heads lie in a flat buffer as the parts of it say."""
 
+from itertools import product
+
 import pytest
 
 from hf_flexseq.plan.head_layout import HeadLayout
 from tests.kernels.fused_cases import HEAD_RANGES
 
 every_case = pytest.mark.parametrize("ranges", HEAD_RANGES.values(), ids=HEAD_RANGES)
+
+
+def places(runs):
+    """Every head of every part of runs, numbered."""
+    for run in runs:
+        for part, i in product(range(run.parts), range(run.heads)):
+            yield run, part, i
 
 
 @every_case
@@ -18,26 +27,26 @@ def test_every_slot_has_its_head(ranges):
                     wanted += [(tensor, head, token) for head in one]
         layout = HeadLayout(ranges, tokens)
         assert sum(layout.slots) == len(wanted)
-        for column in (column for run in layout.runs for column in run.columns()):
+        for run, part, i in places(layout.runs):
+            head = run.head + part * run.head_step + i
             for token in range(tokens):
-                slot = column.slot + token * column.stride
-                assert wanted[slot] == (column.tensor, column.head, token)
+                slot = run.slot + part * run.slot_step + i + token * run.stride
+                assert wanted[slot] == (run.tensor, head, token)
                 wanted[slot] = None
         assert not any(wanted)
 
 
-@every_case
-def test_the_numbers_are_the_columns_of_each_head(ranges):
-    layout = HeadLayout(ranges, 5)
-    columns = layout.numbers[: 4 * layout.columns].reshape(-1, 4).tolist()
-    firsts = layout.numbers[4 * layout.columns :].tolist()
-    assert firsts[-1] == layout.columns
-    heads = [[tensor, head] for tensor, count in enumerate(layout.heads) for head in range(count)]
-    for name, first, last in zip(heads, firsts[:-1], firsts[1:], strict=True):
-        assert first < last
-        assert all(column[:2] == name for column in columns[first:last])
-        slots = [column[2] for column in columns[first:last]]
-        assert slots == sorted(slots)
+def test_parts_with_the_same_pattern_are_a_run_though_others_lie_between():
+    ranges = [
+        [range(2 * part, 2 * part + 2) for part in range(8)],
+        [range(i // 2, i // 2 + 1) for i in range(8)],
+    ]
+    runs = HeadLayout(ranges, 5).runs
+    assert [(run.tensor, run.heads, run.parts) for run in runs] == [
+        (0, 2, 8),
+        (1, 1, 4),
+        (1, 1, 4),
+    ]
 
 
 def test_a_tensor_is_shared_where_parts_have_a_head_in_common():

@@ -10,7 +10,7 @@ from tests.programs import ROOT, run_program
 
 BENCHMARKS = ROOT / "scripts/benchmarks"
 # modules that they import
-SHARED = {"common", "forked", "lengths", "tiny"}
+SHARED = {"common", "forked", "lengths"}
 NAMES = sorted({path.stem for path in BENCHMARKS.glob("*.py")} - SHARED)
 
 # Starts every benchmark with --help in one fork, for torch takes seconds to import. Modules beside

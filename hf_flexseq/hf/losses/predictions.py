@@ -33,7 +33,7 @@ from hf_flexseq.hf.losses.prediction_checks import as_given, value_parts
 from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.loss_kinds import has_own_loss
 from hf_flexseq.hf.model.router import TOTALS
-from hf_flexseq.kernels.chunked_loss import chunk_rows
+from hf_flexseq.kernels.token_outputs import chunk_rows
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.calls import READ, ModelCall, images_in, types_in
 from hf_flexseq.steps.figure_passes import figures_of

@@ -49,12 +49,8 @@ from hf_flexseq.base.patches import Patch
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.sharding import is_tensor_parallel, unsharded_class
-from hf_flexseq.kernels.chunked_loss import (
-    choose_backend,
-    chunk_rows,
-    chunked_cross_entropy_sum,
-)
-from hf_flexseq.kernels.token_outputs import token_outputs
+from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum, reason_without_liger
+from hf_flexseq.kernels.token_outputs import chunk_rows, token_outputs
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.users_code import has_output_hook
 
@@ -318,13 +314,11 @@ class ChunkedLoss:
 
     def _log_backend(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
         """Log once which implementation serves rows [B * S, C] and weight [V, C]."""
-        backend = choose_backend(rows, weight)
-        if backend.name in self._logged_backends:
-            return
-        self._logged_backends.add(backend.name)
-        logger.info(
-            "chunked loss of %s by %s: %s", type(self._model).__name__, backend.name, backend.why
-        )
+        reason = reason_without_liger(rows, weight)
+        backend = "Liger" if reason is None else f"a loop: {reason}"
+        if backend not in self._logged_backends:
+            self._logged_backends.add(backend)
+            logger.info("chunked loss of %s by %s", type(self._model).__name__, backend)
 
     # ---- 3. the loss function
 

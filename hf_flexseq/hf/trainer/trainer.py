@@ -46,7 +46,7 @@ from transformers import Trainer, TrainingArguments
 from hf_flexseq.base.constructor import arguments_by_name, with_argument
 from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.refusals import together
-from hf_flexseq.base.registry import PIPELINE, object_of
+from hf_flexseq.base.registry import PIPELINE_MIXIN, object_of
 from hf_flexseq.config import FlexSeqArguments, arguments_on
 from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.hf.engine.accelerator_checks import check_accelerator
@@ -128,7 +128,7 @@ class FlexSeqMixin(ShardedCheckpoints):
             training = arguments.get("args")
             options = flexseq_args or arguments_on(training)
             if options.pipeline_parallel_size > 1:
-                pipeline = object_of(PIPELINE.mixin)
+                pipeline = object_of(PIPELINE_MIXIN)
                 stage = pipeline.load_own_stage(arguments["model"], training, options)
                 arguments["model"] = stage
                 given, named = with_argument(
@@ -145,7 +145,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         options = flexseq_args or arguments_on(self.args)
         in_front = None
         if options.pipeline_parallel_size > 1:
-            in_front = object_of(PIPELINE.mixin)
+            in_front = object_of(PIPELINE_MIXIN)
         elif replaces_step(type(self), FlexSeqMixin):
             in_front = _StepInside
         if in_front is not None:

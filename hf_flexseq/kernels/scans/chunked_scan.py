@@ -62,6 +62,7 @@ class ChunkedScan:
 
     def __init__(self, grid: ChunkGrid) -> None:
         self.grid = grid
+        self._all = range(len(grid.counts))
 
     # ---- forward
 
@@ -80,7 +81,7 @@ class ChunkedScan:
         alone = [segment for segment in states_of if segment not in of_wide]
         wide = x.u.new_zeros(len(transitions_of), heads, keys, keys + values)
         wide[..., :keys] = torch.eye(keys, dtype=x.u.dtype, device=x.u.device)
-        wide = self._scan_wide(x, transitions_of, wide)
+        wide = self._scan(x, transitions_of, wide)
         states = x.u.new_empty(len(states_of), heads, keys, values)
         place = {segment: i for i, segment in enumerate(states_of)}
         if alone:
@@ -97,52 +98,41 @@ class ChunkedScan:
         the backward, the states before all chunks [N, H, K, V] and the chunks' written values
         [N, H, C, V]."""
         x = _Chunks(*inputs)
-        before, written, finals = self._scan(x, states)
+        finals, (before, written) = self._scan_all(x, states)
         out = x.q @ before
         _add_product(out, x.attn, written)
         return out, finals, (before, written)
 
     def resume(self, inputs: Tensors, states: torch.Tensor | None) -> Tensors:
         """Return the tensors that `forward` saves."""
-        before, written, _ = self._scan(_Chunks(*inputs), states)
-        return before, written
+        return self._scan_all(_Chunks(*inputs), states)[1]
 
-    def _scan(
+    def _scan_all(
         self, x: _Chunks, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the states before all chunks [N, H, K, V], the chunks' written values
-        [N, H, C, V], and the states behind all segments [segments, H, K, V]."""
-        order = self._order()
-        chunks = x.u.shape[0]
-        before = x.u.new_empty(chunks, *x.state_shape)
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the states behind all segments [segments, H, K, V], and those before all chunks
+        [N, H, K, V] with the chunks' written values [N, H, C, V]."""
+        before = x.u.new_empty(x.u.shape[0], *x.state_shape)
         written = torch.empty_like(x.u, memory_format=torch.contiguous_format)
-        finals = x.u.new_empty(len(order), *x.state_shape)
         if states is None:
-            state = x.u.new_zeros(len(order), *x.state_shape)
-        else:
-            state = states.index_select(0, order)
-        for step, following in _with_next(self.grid.steps()):
-            here = step.chunks
-            before[here] = state
-            value = x.u[here]
-            if x.w is not None:
-                value = value - x.w[here] @ state
-            written[here] = value
-            state = x.decayed(here, state)
-            _add_product(state, x.k[here].transpose(-1, -2), value)
-            # The segments that end here are the last ones of the step.
-            finals[order[following : step.active]] = state[following:]
-            state = state[:following]
-        return before, written, finals
+            states = x.u.new_zeros(len(self._all), *x.state_shape)
+        return self._scan(x, self._all, states, (before, written)), (before, written)
 
     def _end_states(self, x: _Chunks, chosen: Sequence[int]) -> torch.Tensor:
         """Return the end states from zero of chosen segments, [n, H, K, V]."""
-        return self._scan_wide(x, chosen, x.u.new_zeros(len(chosen), *x.state_shape))
+        return self._scan(x, chosen, x.u.new_zeros(len(chosen), *x.state_shape))
 
-    def _scan_wide(self, x: _Chunks, chosen: Sequence[int], state: torch.Tensor) -> torch.Tensor:
-        """Scan states [n, H, K, any] of chosen segments; chunks write to the last V columns."""
+    def _scan(
+        self,
+        x: _Chunks,
+        chosen: Sequence[int],
+        state: torch.Tensor,
+        saved: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return the states behind chosen segments, from those before [n, H, K, any], to whose
+        last V columns chunks write. saved: see `_scan_all`, which has it filled."""
         values = x.state_shape[2]
-        ordered, back = self._sorted(chosen)
+        ordered, back = self.grid.order(chosen)
         state = state[ordered]
         ends = torch.empty_like(state)
         for step, following in _with_next(self.grid.steps(chosen)):
@@ -153,6 +143,10 @@ class ChunkedScan:
                 value = x.w[here] @ state
                 value.neg_()
                 value[..., -values:] += x.u[here]
+            if saved is not None:
+                before, written = saved
+                before[here] = state
+                written[here] = value
             state = x.decayed(here, state)
             _add_product(state, x.k[here].transpose(-1, -2), value)
             ends[following : step.active] = state[following:]
@@ -161,7 +155,7 @@ class ChunkedScan:
 
     def _decays(self, x: _Chunks, chosen: Sequence[int]) -> torch.Tensor:
         """Return the products of the decays of chosen segments: [m, H] or [m, H, K]."""
-        ordered, back = self._sorted(chosen)
+        ordered, back = self.grid.order(chosen)
         product = x.decay.new_ones(len(ordered), *x.decay.shape[1:])
         for step in self.grid.steps(chosen):
             product[: step.active] *= x.decay[step.chunks]
@@ -174,7 +168,7 @@ class ChunkedScan:
     ) -> torch.Tensor:
         """Return the gradients [n, H, K, V] of states before segments. dout: [N, H, C, V]."""
         x = _Chunks(*inputs)
-        _, back = self._sorted(chosen)
+        _, back = self.grid.order(chosen)
         grads = x.u.new_zeros(len(chosen), *x.state_shape)
         for step in reversed(self.grid.steps(chosen)):
             here = step.chunks
@@ -189,23 +183,22 @@ class ChunkedScan:
         segments [segments, H, K, V]. dout: [N, H, C, V]; dfinals: [segments, H, K, V]."""
         x = _Chunks(*inputs)
         before, written = saved
-        order = self._order()
+        ordered, back = self.grid.order(self._all)
         # 1. from the last chunks to the first: the gradient behind each chunk [N, H, K, V], and of
         #    what it writes [N, H, C, V]
         behind = torch.empty_like(before)
         dwritten = torch.empty_like(written)
         if dfinals is None:
-            grads = x.u.new_zeros(len(order), *x.state_shape)
+            grads = x.u.new_zeros(len(ordered), *x.state_shape)
         else:
-            grads = dfinals.index_select(0, order)
-        for step in reversed(self.grid.steps()):
+            grads = dfinals[ordered]
+        for step in reversed(self.grid.steps(self._all)):
             here = step.chunks
             behind[here] = grads[: step.active]
             dbefore, dvalue = self._before(x, here, dout[here], grads[: step.active])
             dwritten[here] = dvalue
             grads[: step.active] = dbefore
-        dstates = torch.empty_like(grads)
-        dstates[order] = grads
+        dstates = grads[back]
 
         # 2. all chunks at once
         dq = dout @ before.transpose(-1, -2)
@@ -239,19 +232,6 @@ class ChunkedScan:
         if x.w is not None:
             _add_product(dbefore, x.w[here].transpose(-1, -2), dvalue, alpha=-1)
         return dbefore, dvalue
-
-    # ---- orders of segments
-
-    def _order(self) -> torch.Tensor:
-        """Return the segments by their number of chunks, the most first, [segments]."""
-        return self.grid.index(self.grid.order.tolist())
-
-    def _sorted(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places of segments, those with most chunks first, and the inverse."""
-        place = {segment: i for i, segment in enumerate(chosen)}
-        ordered = [place[segment] for segment in self.grid.sort(chosen)]
-        back = sorted(range(len(ordered)), key=lambda i: ordered[i])
-        return self.grid.index(ordered), self.grid.index(back)
 
 
 def _with_next(steps: Sequence[ChunkStep]) -> list[tuple[ChunkStep, int]]:

@@ -11,8 +11,7 @@ each step, so that a step is a range of chunks, and its states are the first one
     (1, 0, 2 by their number of chunks)             segment 1 0 2 | 1 0 | 1
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,12 +47,11 @@ class ChunkGrid:
         counts = -(-np.array(lengths, dtype=np.int64) // CHUNK)  # chunks of each segment
         self.counts = counts
         self.chunks = int(counts.sum())
-        self.order = np.argsort(-counts, kind="stable")  # place -> segment
-        """[segments] Segments by their number of chunks, the most first."""
-        self._place = np.argsort(self.order)  # segment -> place
+        # place of each segment, those with the most chunks first
+        self._place = np.argsort(np.argsort(-counts, kind="stable"))
         self._slots = self._make_slots(lengths)
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
-        self._steps_of: dict[tuple[int, ...] | None, tuple[ChunkStep, ...]] = {}
+        self._steps_of: dict[tuple[int, ...], tuple[ChunkStep, ...]] = {}
 
     def _first_chunks(self) -> np.ndarray:
         """Return the number of the first chunk of each step, [steps + 1]."""
@@ -73,37 +71,28 @@ class ChunkGrid:
         slots = chunk * CHUNK + within % CHUNK
         return to_device(torch.from_numpy(slots), self.device)
 
-    def steps(self, chosen: Sequence[int] | None = None) -> tuple[ChunkStep, ...]:
-        """Return the steps through all chunks, or through chosen segments'.
+    def steps(self, chosen: Sequence[int]) -> tuple[ChunkStep, ...]:
+        """Return the steps through the chunks of chosen segments.
 
-        A step has the states of the first `active` segments, in the order of `order` for all
-        segments, of `sort` for chosen ones.
+        A step has the states of the first `active` segments, in the order of `order`.
         """
-        key = None if chosen is None else tuple(chosen)
+        key = tuple(chosen)
         if key not in self._steps_of:
-            firsts = self._first_chunks()
-            if key is None:
-                steps = []
-                for first, stop in pairwise(firsts.tolist()):
-                    steps.append(ChunkStep(slice(first, stop), stop - first))
-            else:
-                steps = self._chosen_steps(key, firsts)
-            self._steps_of[key] = tuple(steps)
+            self._steps_of[key] = tuple(self._make_steps(key))
         return self._steps_of[key]
 
-    def _chosen_steps(self, chosen: tuple[int, ...], firsts: np.ndarray) -> list[ChunkStep]:
-        segments = np.array(self.sort(chosen), dtype=np.int64)
-        steps = []
+    def _make_steps(self, chosen: tuple[int, ...]) -> Iterator[ChunkStep]:
+        firsts = self._first_chunks()
+        segments = np.array(chosen, dtype=np.int64)[self._order(chosen)]
         for step in range(int(self.counts[segments].max(initial=0))):
             active = segments[self.counts[segments] > step]
             numbers = firsts[step] + self._place[active]
             first, last = int(numbers[0]), int(numbers[-1])
             if last - first == len(numbers) - 1:
-                steps.append(ChunkStep(slice(first, last + 1), len(numbers)))
+                yield ChunkStep(slice(first, last + 1), len(numbers))
             else:
                 index = to_device(torch.from_numpy(numbers), self.device)
-                steps.append(ChunkStep(index, len(numbers)))
-        return steps
+                yield ChunkStep(index, len(numbers))
 
     def index(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return an index array int64 [n] on the device, copied once per micro-batch."""
@@ -113,9 +102,15 @@ class ChunkGrid:
             self._indices[key] = to_device(host, self.device)
         return self._indices[key]
 
-    def sort(self, chosen: Sequence[int]) -> list[int]:
-        """Return chosen segments by their number of chunks, the most first."""
-        return sorted(chosen, key=lambda segment: int(self._place[segment]))
+    def order(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places of chosen segments in the order of steps, and the inverse, [n] each,
+        on the device."""
+        order = self._order(chosen)
+        return self.index(order.tolist()), self.index(np.argsort(order).tolist())
+
+    def _order(self, chosen: Sequence[int]) -> np.ndarray:
+        """Return the places of chosen segments, those with the most chunks first, [n]."""
+        return np.argsort(self._place[np.array(chosen, dtype=np.int64)])
 
     def to_chunks(self, x: torch.Tensor) -> torch.Tensor:
         """Return rows as chunks padded with zeros: [tokens, H, ...] -> [chunks, H, CHUNK, ...]."""

@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.layer_bytes import FLOAT32_BYTES
-from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.engine.cost_choice import CostSubject
@@ -37,16 +36,14 @@ from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checkpointing import NonReentrant
 from hf_flexseq.hf.model.facts import (
     autocast_dtype,
-    compute_dtype,
     is_checkpointed,
     model_shape,
 )
-from hf_flexseq.hf.model.loss import attach_chunked_loss, has_chunkable_loss
+from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.hf.model.rehearsal import class_copy
 from hf_flexseq.hf.model.shared_prefixes import OFF
 from hf_flexseq.hf.model.towers import reader_of_text
-from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
 from hf_flexseq.pipeline.exchange import chunk_routes
@@ -192,15 +189,10 @@ class PipelineEngine(FlexSeqEngine):
         base = self.stage.stack.model
         if model is not base:
             raise ValueError("the engine was made for another model")
-        accelerator = self.accelerator
         cpu_group = self.communicator.cpu_group
         kernel = self.setup.kernel_for(base, [self.degree])
-        with ErrorCapture() as calling:
-            if self.stage.is_last and has_chunkable_loss(base):
-                _call_loss_once(accelerator.device, compute_dtype(base, accelerator))
         costs = self.setup.costs
         self._cost = corrected_cost(costs.find(self._cost_subject), costs.learned.newest)
-        calling.raise_on_all_ranks(cpu_group.gather_values, "calling the loss for the first time")
         self._costs_of_run = None
         self.memory_limit = self._room(self._cost)
         with ExitStack() as attached:
@@ -336,15 +328,6 @@ class PipelineEngine(FlexSeqEngine):
             self._costs_of_run = self.stage_costs()
         assert isinstance(step, RankChunks), "a stage runs chunks"
         return traced(step, trace, self._costs_of_run, self._cost)
-
-
-def _call_loss_once(device: torch.device, dtype: torch.dtype) -> None:
-    """Run the chunked loss of one token: torch's registers its operators in its first call, 0.2 s
-    and more, for which all stages would wait."""
-    hidden = torch.zeros(1, 1, dtype=dtype, device=device, requires_grad=True)  # [tokens, width]
-    weight = torch.zeros(2, 1, dtype=dtype, device=device, requires_grad=True)  # [words, width]
-    target = torch.zeros(1, dtype=torch.int64, device=device)
-    chunked_cross_entropy_sum(hidden, weight, None, target).backward()
 
 
 def _cast_dtype(model: PreTrainedModel, accelerator: Accelerator) -> torch.dtype | None:

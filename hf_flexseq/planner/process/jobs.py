@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from hf_flexseq.base.registry import PIPELINE, object_of
+from hf_flexseq.base.registry import PIPELINE_JOB, object_of
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.sharding import PLAIN, POLICIES, FsdpFigures, FsdpPolicy
@@ -121,6 +121,6 @@ def job_from_record(record: Mapping[str, Any]) -> Job:
     if kind == GroupsJob.KIND:
         return GroupsJob.from_record(record)
     if kind == "stages":
-        job: Job = object_of(PIPELINE.job).from_record(record)
+        job: Job = object_of(PIPELINE_JOB).from_record(record)
         return job
     raise ValueError(f"the kind of a planner's job must be groups or stages, got {kind!r}")

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
+from common import alst_options
 from exact_peers.situations import (
     EVAL_BATCHES,
     IGNORED,
@@ -56,24 +57,13 @@ def collator(stack: str, row: str) -> Any:
 
 def parallelism(stack: str, attention: str) -> dict[str, Any]:
     """Return the training arguments by which a stack cuts sequences. attention: the model's."""
-    from accelerate.utils import (
-        DeepSpeedSequenceParallelConfig,
-        ParallelismConfig,
-        TorchContextParallelConfig,
-    )
+    from accelerate.utils import ParallelismConfig, TorchContextParallelConfig
 
     if stack == "alst":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compilation
-        deepspeed.init_distributed("gloo")
-        handler = DeepSpeedSequenceParallelConfig(
-            sp_seq_length_is_variable=True, sp_attn_implementation=attention
-        )
-        config = ParallelismConfig(sp_backend="deepspeed", sp_size=RANKS, sp_handler=handler)
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        zero = {"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}
-        return {"parallelism_config": config, "deepspeed": zero | dict.fromkeys(names, "auto")}
+        return alst_options(RANKS, attention)
     if stack == "cp":
         handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")
         config = ParallelismConfig(cp_size=RANKS, cp_handler=handler)

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from torch.utils.data import SequentialSampler
 from transformers import (
     Gemma3ForCausalLM,
@@ -38,6 +37,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from common import alst_options
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.config import IGNORE_INDEX
 from peers.corpus import LONGEST, PER_STEP, VOCABULARY, read_steps
@@ -220,26 +220,12 @@ def plain_trainer(
 def alst_trainer(
     model: PreTrainedModel, steps: list[list[list[int]]], world: int, out: str
 ) -> Trainer:
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    handler = DeepSpeedSequenceParallelConfig(
-        sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
-    )
     args = TrainingArguments(
         output_dir=out,
         max_steps=len(steps),
         per_device_train_batch_size=1,
         gradient_accumulation_steps=PER_STEP,
-        parallelism_config=ParallelismConfig(
-            sp_backend="deepspeed", sp_size=world, sp_handler=handler
-        ),
-        deepspeed={
-            "zero_optimization": {"stage": 1},
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-        },
+        **alst_options(world, "sdpa"),
         **COMMON,
     )
     rows = [padded for step in steps for padded in padded_alike(step, world)]
