@@ -271,20 +271,14 @@ def attention_rank(rank, world_size, run):
     weight = _weight(run)
     weight.grad = torch.zeros_like(weight)
     found = []
-    for index, micro_batch in enumerate(run.plan.micro_batches):
+    for micro_batch in run.plan.micro_batches:
         shards = [make_shard(micro_batch, run.plan.lengths, r) for r in range(world_size)]
         if run.passes is not None:
             shards = run.passes.shards(micro_batch, run.plan.lengths) or shards
         if shards[rank].zones or shards[rank].tokens:
             found += _run_shard(shards[rank], weight, run, communicator)
-        if reduces_after(index, len(run.plan.micro_batches)):
-            communicator.all_reduce(weight.grad)
+    communicator.all_reduce(weight.grad)
     return weight.grad.numpy(), found
-
-
-def reduces_after(index: int, micro_batches: int) -> bool:
-    """Whether gradients are summed over all ranks after this micro-batch: after the last one."""
-    return index == micro_batches - 1
 
 
 def _run_shard(shard, weight, run, communicator):
