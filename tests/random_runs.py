@@ -1,16 +1,12 @@
 """Random plans on ranks that are threads: each comes to its end with the gradients of one process.
 
     python -m tests.random_runs --count 10000
-    python -m tests.random_runs --count 6000 --experts
 
-runs them by number and prints how many had what; `--experts` only those whose layers have experts.
-A number stands for the same plan on any machine:
+runs them by number. A number stands for the same plan on any machine:
 
     attention    an optimizer step over 2 to 8 ranks on 1 to 4 nodes: micro-batches of any laminar
                  groups, with Zeppelin's passes, by collectives, under checkpointing; its one sum
-                 of gradients over all ranks comes last. In a third of the runs each layer has
-                 experts behind its attention, over expert groups of ranks (`experts.py`); there
-                 all ranks run all micro-batches, with a dummy token where they have no work
+                 of gradients over all ranks comes last
     pipeline     a step of a small model: any cuts, one or two stages per rank, ranks that share
                  every chunk, checkpointing, split weight gradients
 
@@ -22,12 +18,10 @@ float64 with attention written out, or with the model on one process.
 import argparse
 import copy
 import functools
-import itertools
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 from unittest import mock
@@ -50,11 +44,8 @@ from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Unit
 from hf_flexseq.program import heads as head_pieces
 from hf_flexseq.published.zeppelin.routes import routed_posts
-from hf_flexseq.steps.inputs import with_dummy
-from tests.attention import experts as expert_layer
 from tests.attention.dense import dense_attention
 from tests.attention.exact import row_paths
-from tests.attention.experts import Experts
 from tests.attention.recurrent import stepwise
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.matching import Launches
@@ -110,8 +101,6 @@ class AttentionRun:
     """Zeppelin's passes over the plan."""
     checkpoints: bool
     keeps_attention: bool
-    experts: Experts | None
-    """Behind the attention of every layer; None for a model without experts."""
     large: int
     """Tokens from which on chunks travel one by one; see `attention_schedule.LARGE`."""
 
@@ -192,7 +181,6 @@ def draw(number: int) -> Run:
         passes=passes,
         checkpoints=rng.random() < 0.4,
         keeps_attention=rng.random() < 0.6,
-        experts=_draw_experts(world_size, random.Random(f"experts of {number}")),
         large=rng.choice((1, schedule.LARGE["cpu"])),
     )
 
@@ -209,18 +197,6 @@ def _with_blocks(
         may_ask = kind.recurrent is None and kind.reach.chunk is None
         asking.append(kind._replace(both_ways=may_ask and rng.random() < 0.8))
     return tuple(asking), random_blocks(plan, rng)
-
-
-def _draw_experts(world_size: int, rng: random.Random) -> Experts | None:
-    """Experts over groups of any size that divides the ranks, in a third of the runs."""
-    if rng.random() < 0.65:
-        return None
-    return Experts(
-        group_ranks=rng.choice([n for n in range(2, world_size + 1) if world_size % n == 0]),
-        of_rank=rng.choice((1, 2, 3)),
-        top_k=rng.choice((1, 2)),
-        one_rank_is_preferred=rng.random() < 0.25,
-    )
 
 
 def _with_trees(lengths: list[int], rng: random.Random) -> tuple[list[int], tuple[Unit, ...]]:
@@ -293,42 +269,21 @@ def attention_rank(rank, world_size, run):
     communicator = join(run.topology, use_blocks=run.use_blocks)
     weight = _weight(run)
     weight.grad = torch.zeros_like(weight)
-    expert_group = None
-    if run.experts is not None:
-        expert_group = expert_layer.open_expert_group(communicator, run.experts)
     found = []
-    for index, micro_batch in enumerate(run.plan.micro_batches):
+    for micro_batch in run.plan.micro_batches:
         shards = [make_shard(micro_batch, run.plan.lengths, r) for r in range(world_size)]
         if run.passes is not None:
             shards = run.passes.shards(micro_batch, run.plan.lengths) or shards
-        has_work = shards[rank].zones or shards[rank].tokens
-        if has_work or runs_idle(run):
-            found += _run_shard(shards[rank], weight, run, communicator, expert_group)
-        if reduces_after(index, len(run.plan.micro_batches)):
-            communicator.all_reduce(weight.grad)
+        if shards[rank].zones or shards[rank].tokens:
+            found += _run_shard(shards[rank], weight, run, communicator)
+    communicator.all_reduce(weight.grad)
     return weight.grad.numpy(), found
 
 
-def reduces_after(index: int, micro_batches: int) -> bool:
-    """Whether gradients are summed over all ranks after this micro-batch: after the last one."""
-    return index == micro_batches - 1
-
-
-def runs_idle(run: AttentionRun) -> bool:
-    """Whether a rank also runs micro-batches without work for it: where layers have experts."""
-    return run.experts is not None
-
-
-def recomputes(run: AttentionRun) -> bool:
-    """Whether layers run again in the backward."""
-    return run.checkpoints
-
-
-def _run_shard(shard, weight, run, communicator, expert_group):
+def _run_shard(shard, weight, run, communicator):
     """Forward and backward of one micro-batch; (sequence, position, gradient) of every token."""
-    has_dummy = runs_idle(run) and not shard.tokens
     seq_ctx = SequenceContext(
-        with_dummy(shard) if has_dummy else shard,
+        shard,
         communicator,
         choose_kernel(CPU, torch.float64, HEAD_DIM),
         CPU,
@@ -343,8 +298,6 @@ def _run_shard(shard, weight, run, communicator, expert_group):
         for position in range(part.start, part.stop)
     ]
     own = [tokens[sequence][position] for sequence, position in rows]
-    if has_dummy:
-        own = [torch.ones_like(tokens[0][0])]
     x = torch.stack(own) if own else tokens[0][:0]
     x.requires_grad_()
     y = x * weight
@@ -357,27 +310,13 @@ def _run_shard(shard, weight, run, communicator, expert_group):
         out = sequence_parallel_attention(*qkv, seq_ctx, **options, both_ways=both_ways)
         return _widened(out)
 
-    def ask_experts(x):
-        if expert_group is None:
-            return torch.zeros_like(x)
-        rank = communicator.rank
-        return expert_layer.over_ranks(x, weight, run.experts, expert_group, rank)
-
     for layer in range(len(run.kinds)):
-        parts = (functools.partial(attend, layer=layer), ask_experts)
-        if recomputes(run):
-            y = checkpoint(run_layer, y, *parts, use_reentrant=False)
+        if run.checkpoints:
+            y = checkpoint(attend, y, layer, use_reentrant=False)
         else:
-            y = run_layer(y, *parts)
-    y[: len(rows)].square().sum().backward()
-    gradients = x.grad[: len(rows)].numpy()
-    return [(*row, gradient) for row, gradient in zip(rows, gradients, strict=True)]
-
-
-def run_layer(x, attend, ask_experts):
-    """[tokens, heads, head_dim] -> the same shape: attention, then experts."""
-    y = attend(x)
-    return y + ask_experts(y)
+            y = attend(y, layer)
+    y.square().sum().backward()
+    return [(*row, gradient) for row, gradient in zip(rows, x.grad.numpy(), strict=True)]
 
 
 def _asked(x, layer, weight, run):
@@ -450,8 +389,6 @@ def _reference(run):
                 qkv, options = _asked(y, layer, weight, run)
                 own_blocks = blocks if kind.both_ways else ()
                 y = _widened(dense_attention(*qkv, **options, blocks=own_blocks))
-            if run.experts is not None:
-                y = y + expert_layer.on_one_process(y, weight, run.experts)
         y[new].square().sum().backward()
     return weight.grad, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
@@ -522,7 +459,7 @@ def _pipeline_rank(rank, world_size, run, model, columns, targets):
     return {"trained": trained, "evaluated": evaluated, "gradients": gradients}
 
 
-# ---- all of them, and what they had
+# ---- all of them
 
 
 def error_of(drawn: Run) -> float:
@@ -532,91 +469,9 @@ def error_of(drawn: Run) -> float:
     return run_attention(drawn)
 
 
-def had(drawn: Run) -> set[str]:
-    """What a run was made of."""
-    if isinstance(drawn, PipelineRun):
-        ranks = drawn.stages * drawn.degree
-        named = {
-            "pipeline": True,
-            "pipeline: ranks share chunks": drawn.degree > 1,
-            "degree above 1": drawn.degree > 1,
-            "pipeline: several stages per rank": drawn.virtual > 1,
-        }
-    else:
-        kinds, micro_batches = drawn.kinds, drawn.plan.micro_batches
-        ranks = drawn.topology.world_size
-        groups = [group for micro_batch in micro_batches for group in micro_batch.groups]
-        zones = [len(one.groups_of(rank)) for one in micro_batches for rank in range(ranks)]
-        named = {
-            f"{drawn.topology.nodes} nodes": True,
-            **{group.strategy: True for group in groups},
-            "degree above 1": any(group.degree > 1 for group in groups),
-            "several zones on a rank": max(zones) > 1,
-            "passes": drawn.passes is not None,
-            "checkpointing": drawn.checkpoints,
-            "checkpointing, attention kept": drawn.checkpoints and drawn.keeps_attention,
-            "three layers": len(kinds) == 3,
-            **_had_of_experts(drawn),
-            "units of rows": bool(drawn.plan.units),
-            **{f"units {depth} deep": True for depth in _depths(drawn.plan)},
-            "window": any(kind.reach.window for kind in kinds),
-            "chunk": any(kind.reach.chunk for kind in kinds),
-            "sinks": any(kind.sinks for kind in kinds),
-            "blocks that see both ways": _sees_both_ways(drawn),
-            "softcap": any(kind.softcap for kind in kinds),
-            "values of another size": any(kind.value_size != HEAD_DIM for kind in kinds),
-            **{name: any(kind.recurrent == name for kind in kinds) for name in RECURRENT},
-        }
-    found = {name for name, is_so in named.items() if is_so}
-    return found | {drawn.launches.name, f"{ranks} ranks"}
-
-
-def _had_of_experts(run: AttentionRun) -> dict[str, bool]:
-    """What a run has of experts."""
-    experts = run.experts
-    if experts is None:
-        return {}
-    shared = []  # by group of several ranks, the expert groups that these are in
-    idle = []  # by micro-batch and rank
-    for micro_batch in run.plan.micro_batches:
-        idle += [not micro_batch.groups_of(rank) for rank in range(run.topology.world_size)]
-        for group in micro_batch.groups:
-            if group.degree > 1:
-                shared.append({rank // experts.group_ranks for rank in group.ranks})
-    return {
-        "experts": True,
-        f"experts over {experts.group_ranks} ranks": True,
-        "experts, a group across expert groups": any(len(groups) > 1 for groups in shared),
-        "experts, a group inside an expert group": any(len(groups) == 1 for groups in shared),
-        "experts, an idle rank": any(idle),
-        "experts, all tokens to one rank": experts.one_rank_is_preferred,
-        "experts, checkpointing": run.checkpoints,
-    }
-
-
-def _sees_both_ways(run: AttentionRun) -> bool:
-    """Whether some query reads a later key."""
-    later = any(stop - start > 1 for blocks in run.blocks.values() for start, stop in blocks)
-    return later and any(kind.both_ways for kind in run.kinds)
-
-
-def _depths(plan: Plan) -> set[int]:
-    """The depths of the trees of a plan's units."""
-    return {max(unit.layout.depths) for unit in plan.units}
-
-
-def with_experts(numbers: Iterable[int]) -> Iterator[int]:
-    """The numbers of those runs whose layers have experts."""
-    for number in numbers:
-        drawn = draw(number)
-        if isinstance(drawn, AttentionRun) and drawn.experts is not None:
-            yield number
-
-
-def run_all(numbers: Iterable[int]) -> Counter[str]:
-    """Run these numbers; return how many had what. Raises AssertionError naming the first run that
-    fails, or whose gradients are not those of one process."""
-    counts: Counter[str] = Counter()
+def run_all(numbers: Iterable[int]) -> None:
+    """Run these numbers. Raises AssertionError naming the first run that fails, or whose gradients
+    are not those of one process."""
     for number in numbers:
         drawn = draw(number)
         try:
@@ -624,9 +479,6 @@ def run_all(numbers: Iterable[int]) -> Counter[str]:
         except (AssertionError, RuntimeError, ValueError) as failed:
             raise AssertionError(f"run {number} fails: {drawn}") from failed
         assert error <= MOST_ERROR, f"run {number} is off by {error}: {drawn}"
-        counts.update(had(drawn))
-        counts["all"] += 1
-    return counts
 
 
 def main() -> None:
@@ -635,21 +487,12 @@ def main() -> None:
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first run")
     parser.add_argument("--count", type=int, default=10_000, help="how many runs")
-    parser.add_argument("--experts", action="store_true", help="only runs with experts")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
     busy = time.process_time()
-    numbers: Iterable[int] = itertools.count(asked.first)
-    if asked.experts:
-        numbers = with_experts(numbers)
-    counts = run_all(itertools.islice(numbers, asked.count))
-    print("| runs with | number |")
-    print("|---|---|")
-    for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        print(f"| {name} | {count:,} |")
-    print()
-    print(f"No hang; all gradients are within {MOST_ERROR:g} of one process.")
+    run_all(range(asked.first, asked.first + asked.count))
+    print(f"{asked.count:,} plans end, with all gradients within {MOST_ERROR:g} of one process.")
     print(f"{time.perf_counter() - start:.0f} s, {time.process_time() - busy:.0f} s of one core.")
 
 

@@ -53,11 +53,6 @@ def host_exchanges(communicator):
     return communicator.transport.hub.meetings._next[communicator.rank]
 
 
-def this_rank():
-    """The number of this rank, where it is a thread."""
-    return _this_rank.transport.rank
-
-
 def run_threads(function, world_size, *args, launches=Launches.BY_LANE, seed=None, seconds=60):
     """`function(rank, world_size, *args)` on every rank; the results by rank. seconds: for which a
     rank may compute before it posts or waits again."""

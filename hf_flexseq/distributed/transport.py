@@ -35,10 +35,10 @@ where NCCL would hang. Tests without a folder are in tests/distributed.
     all ranks of a communicator call   the plan is the order; a      test_threads,
     its collectives in one order       block has one communicator    attention/test_never_hangs
     messages of a pair match by the    a zone's messages are posted  test_threads,
-    order of their posts; tags do not  in its program's order        program/test_check
+    order of their posts; tags do not  in its program's order        attention/test_never_hangs
     exist
-    a communicator runs one operation  one lane inside nodes and     attention/test_never_hangs,
-    after the other                    one between nodes, in one     attention/test_planted_faults
+    a communicator runs one operation  one lane inside nodes and     attention/test_never_hangs
+    after the other                    one between nodes, in one
                                        order
     all ranks of the parent make a     all groups are made before    test_transports,
     communicator, in one order         the first step, none by a     test_connect

@@ -26,5 +26,4 @@ The modules of the strategies read like the attention that they describe: they a
 run once, on values without contents, and leave instructions behind.
 
 Nothing here needs torch: programs are integers, and are tested without processes.
-`tests/program/check.py` plays the programs of all ranks without tensors.
 """

@@ -29,6 +29,7 @@ CASES = FULL_CASES + [Case(kind, (3, 1), (*MIXED, 5)) for kind in KINDS if kind 
         (3, CASES[1::2]),
         pytest.param(4, CASES, marks=pytest.mark.slow),
         pytest.param(8, CASES[::4], marks=pytest.mark.slow),
+        pytest.param(16, [Case("full", (2, 1), (70,))], marks=pytest.mark.slow),
         *(pytest.param(n, CASES, marks=pytest.mark.nightly) for n in (5, 6, 7, 8)),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",

@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from hf_flexseq.base.lengths import Patches, parse_groups, parse_images, read_lengths
 from hf_flexseq.base.reading import Limits
+from tests.planted import Planted, marks
 
 LENGTHS = [5, 1, 300]
 ROWS = [{"length": n, "input_ids": [0] * (n + 1), "text": "x"} for n in LENGTHS]
@@ -66,20 +67,16 @@ def test_a_saved_dataset(tmp_path):
 
 
 def test_a_pickle_in_a_saved_dataset_is_not_loaded(tmp_path):
-    class Planted:
-        def __reduce__(self) -> tuple[object, ...]:
-            return open, (str(tmp_path / "mark"), "w")
-
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     files = list((tmp_path / "saved").iterdir())
     assert len(files) == 3
     for file in files:
         whole = file.read_bytes()
-        file.write_bytes(pickle.dumps(Planted()))
+        file.write_bytes(pickle.dumps(Planted(tmp_path)))
         with pytest.raises((ValueError, OSError)):
             read_lengths(tmp_path / "saved")
         file.write_bytes(whole)
-    assert not (tmp_path / "mark").exists()
+    assert not marks(tmp_path)
     assert read_lengths(tmp_path / "saved") == LENGTHS
 
 

@@ -1,7 +1,6 @@
 """The optimizer's state on disk: complete or refused, refused by name, and never unpickled; and
 how ranks divide that of a sharded model. What a pipeline writes is in `test_checkpoints.py`."""
 
-import os
 import pickle
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from hf_flexseq.checkpoints.optimizer_files import check_plain, clear, named_sta
 from hf_flexseq.checkpoints.sharded_optimizer import save_sharded_optimizer
 from hf_flexseq.checkpoints.shards import read_own, whole
 from hf_flexseq.distributed.communicator import Communicator
+from tests.planted import Planted, marks
 from tests.ranks import run_ranks
 
 REFUSED = (
@@ -39,20 +39,6 @@ REFUSED = (
 
 
 # ---- a planted pickle
-
-
-class Planted:
-    """Writes a file named after the process when it is unpickled."""
-
-    def __init__(self, folder):
-        self.command = f"touch {folder}/ran-in-$$"
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
-def marks(folder):
-    return list(folder.glob("ran-in-*"))
 
 
 def test_a_planted_pickle_does_not_run(tmp_path):

@@ -25,6 +25,7 @@ from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.plan import Plan, check
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
+from tests.planted import Planted, marks
 
 MOST_S = 10.0
 TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
@@ -40,16 +41,6 @@ STRANGE = (
     json.loads("[" * 150 + "]" * 150),
 )
 NOT_FINITE = re.compile(r"(?<![\w/.-])-?(nan|inf|infinity)(?![\w/.-])", re.IGNORECASE)
-
-
-class Planted:
-    """A pickle that makes a file when it is loaded."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return open, (str(self.mark), "w")
 
 
 def originals():
@@ -94,7 +85,7 @@ def mutated_value(value, rng):
     return holder[""] if key == "" else value
 
 
-def mutated_bytes(data, rng, mark):
+def mutated_bytes(data, rng, folder):
     """The bytes of a file after an accident or an attack."""
     at = rng.randrange(len(data) + 1)
     flipped = bytearray(data)
@@ -106,7 +97,7 @@ def mutated_bytes(data, rng, mark):
             data[:at],
             data + data[at:],
             data[:at] + rng.choice((b"\x00", b"\xff\xfe", b"\x1b[2J", b"[" * 100_000)) + data[at:],
-            pickle.dumps(Planted(mark)),
+            pickle.dumps(Planted(folder)),
             rng.choice((b"", b"\n", b"null", b"[" * 100_000, b'{"a":' * 50_000, b"9" * 6000)),
             re.sub(rb"\d+", lambda found: found[0] * rng.choice((1, 1, 1, 2, 900)), data),
             data.replace(b"{", rng.choice((b'{"version": 2, ', b'{"lengths": [1], ', b"{{")), 1),
@@ -159,7 +150,7 @@ def ended(argv, capsys):
 )
 def test_mutated_inputs_end_with_a_result_or_one_line(tmp_path, monkeypatch, capsys, seed, count):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    path, mark = tmp_path / "input.json", tmp_path / "planted"
+    path = tmp_path / "input.json"
     files = originals()
     seen = set()
     for index in range(count):
@@ -171,7 +162,7 @@ def test_mutated_inputs_end_with_a_result_or_one_line(tmp_path, monkeypatch, cap
             at = rng.randrange(len(lines))
             lines[at] = mutated_value(lines[at], rng)
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        path.write_bytes(data if by_value else mutated_bytes(data, rng, mark))
+        path.write_bytes(data if by_value else mutated_bytes(data, rng, tmp_path))
         argv, written = command(kind, str(path), tmp_path, rng)
         status = ended(argv, capsys)
         seen.add((kind, status))
@@ -179,7 +170,7 @@ def test_mutated_inputs_end_with_a_result_or_one_line(tmp_path, monkeypatch, cap
             assert not NOT_FINITE.search(line)
             if argv[0] == "plan" and status == 0:
                 check(Plan.from_json(line), TOPOLOGY)
-    assert not mark.exists()
+    assert not marks(tmp_path)
     # of a trace with a broken line the other lines are shown
     assert {(kind, 2) for kind in files if kind != "trace"} <= seen
     assert sum(status == 0 for _, status in seen) > 5

@@ -1,8 +1,8 @@
 """The table of tags: functions stay in their ranges, and messages under way together differ.
 
 The second half goes through the programs of every rank of random plans: what a rank posts and
-waits for, and in which order, depends on the plan alone. `tests/program/check.py` says whether
-both ends of a message have the same tag.
+waits for, and in which order, depends on the plan alone. `tests/attention/test_never_hangs.py`
+shows that both ends of a message have the same tag.
 """
 
 import random

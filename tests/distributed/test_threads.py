@@ -1,5 +1,4 @@
-"""Ranks that are threads: what the transport holds them to, and the words in which it says so.
-`tests/attention/test_planted_faults.py` breaks more of its rules."""
+"""Ranks that are threads: what the transport holds them to, and the words in which it says so."""
 
 from functools import partial
 
@@ -22,6 +21,38 @@ def post(transport, tensor, *, tag=0):
 
 
 # ---- rules
+
+
+def leave_out_a_wait(transport):
+    pending = post(transport, torch.ones(3))
+    if transport.rank == 1:
+        pending.wait()
+
+
+def read_before_the_wait(transport):
+    tensor = torch.ones(2)
+    pending = post(transport, tensor)
+    read = tensor.tolist()
+    pending.wait()
+    assert read == tensor.tolist(), f"{read} was read"
+
+
+def use_a_buffer_again(transport):
+    tensor = torch.ones(2)
+    pending = post(transport, tensor)
+    if transport.rank == 0:
+        tensor.add_(1)
+    pending.wait()
+
+
+def wait_twice(transport):
+    pending = post(transport, torch.ones(2))
+    pending.wait()
+    pending.wait()
+
+
+def count_tags_differently(transport):
+    post(transport, torch.ones(2), tag=transport.rank).wait()
 
 
 def end_early(transport):
@@ -51,6 +82,11 @@ def fail(transport):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        (leave_out_a_wait, "nobody has waited for what was posted: rank 0, the words to rank 1"),
+        (read_before_the_wait, r"\[nan, nan\] was read"),
+        (use_a_buffer_again, "rank 0 has changed the words while it was being sent to rank 1"),
+        (wait_twice, "this was already waited for"),
+        (count_tags_differently, "but rank 1 expects .*: the order of messages differs"),
         (end_early, r"after the end of ranks \[1\]: rank 0 could not send to rank 1 the"),
         (partial(call, of_rank_0=("all_reduce", 2), of_rank_1=("all_reduce", 3)), "[3]"),
         (partial(call, of_rank_0=("all_reduce", 2), of_rank_1=("broadcast", 2)), "comes"),

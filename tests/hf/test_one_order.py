@@ -13,6 +13,7 @@ import random
 import re
 
 import pytest
+import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
@@ -110,11 +111,13 @@ def check_gradients(by_rank, make=tiny_llama):
             assert max(relative_errors(found, wanted).values()) < 1e-10
 
 
-def check_plans(function, launches, seed, world_size, nodes, *args):
-    """Run random plans by `function(rank, world_size, plans, nodes, *args)`."""
+def check_plans(function, launches, seed, world_size, nodes, *args, make=tiny_llama):
+    """Run random plans by `function(rank, world_size, plans, nodes, *args)`. make: returns the
+    model of one process."""
     plans = drawn_plans(world_size, nodes, seed)
     options = {"launches": launches, "seed": seed, "seconds": 60 + PLANS}
-    check_gradients(run_threads_with_groups(function, world_size, plans, nodes, *args, **options))
+    by_rank = run_threads_with_groups(function, world_size, plans, nodes, *args, **options)
+    check_gradients(by_rank, make)
 
 
 # ---- DDP
@@ -188,20 +191,35 @@ def experts_in_float64(monkeypatch):
     keep_float64(monkeypatch)
 
 
+EXPERTS = 6
+
+
 def with_experts():
-    return make_model("Qwen3Moe")
+    return make_model("Qwen3Moe", num_experts=EXPERTS)
 
 
-def spread(config):
-    """Return a model with experts as transformers spreads it over ranks when it is loaded."""
+def with_one_busy_rank():
+    """Return a model whose routers send every token to the last two experts."""
     model = with_experts()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.1
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.weight[:, 0] = torch.arange(EXPERTS) / 4
+    return model
+
+
+def spread(make, config):
+    """Return a model with experts as transformers spreads it over ranks when it is loaded."""
+    model = make()
     _, mesh = initialize_distributed_mesh(config)
     return type(model).maybe_distribute_model(model, config, mesh)
 
 
-def under_experts(rank, world_size, plans, nodes, config, checkpointing):
-    make = functools.partial(spread, DistributedConfig(**config))
-    own = ByHand(world_size, nodes, make=make, checkpointing=checkpointing)
+def under_experts(rank, world_size, plans, nodes, checkpointing, make, ep_size):
+    config = DistributedConfig(fsdp_size=world_size, ep_size=ep_size)
+    own_part = functools.partial(spread, make, config)
+    own = ByHand(world_size, nodes, make=own_part, checkpointing=checkpointing)
     gradients = []
     for plan in plans:
         for inputs in own.micro_batches(plan, lockstep=True, has_passes=False):
@@ -211,14 +229,28 @@ def under_experts(rank, world_size, plans, nodes, config, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launches", "checkpointing"), [(ONE_QUEUE, True), (BY_LANE, False)])
-def test_plans_end_with_experts_over_ranks(experts_in_float64, launches, checkpointing):
-    seed = SEEDS[checkpointing]
-    plans = drawn_plans(4, 2, seed)
-    args = (plans, 2, {"fsdp_size": 4, "ep_size": 2}, checkpointing)
-    options = {"launches": launches, "seed": seed, "seconds": 60 + PLANS}
-    by_rank = run_threads_with_groups(under_experts, 4, *args, **options)
-    check_gradients(by_rank, with_experts)
+@pytest.mark.parametrize(
+    ("launches", "checkpointing", "world_size", "ep_size", "make"),
+    [
+        (ONE_QUEUE, True, 4, 2, with_experts),
+        (BY_LANE, False, 4, 2, with_experts),
+        (ONE_QUEUE, False, 6, 3, with_experts),
+        (BY_LANE, True, 6, 2, with_one_busy_rank),
+    ],
+)
+def test_plans_end_with_experts_over_ranks(
+    experts_in_float64, launches, checkpointing, world_size, ep_size, make
+):
+    args = (launches, SEEDS[checkpointing], world_size, 2, checkpointing, make, ep_size)
+    check_plans(under_experts, *args, make=make)
+
+
+def test_routers_that_prefer_some_experts_send_others_nothing(experts_in_float64):
+    gradients = of_one_process(with_one_busy_rank)
+    of_experts = [one for name, one in gradients.items() if ".experts." in name]
+    assert len(of_experts) == 4
+    for one in of_experts:
+        assert [bool(of_expert.any()) for of_expert in one] == [False] * 4 + [True] * 2
 
 
 # ---- what is launched
@@ -254,7 +286,7 @@ def refuse_free_ranks(model):
 
 def launches_of(rank, world_size, plans, config, checkpointing):
     """By plan and micro-batch, what this rank launches in forward and backward."""
-    make = functools.partial(spread, DistributedConfig(**config))
+    make = functools.partial(spread, with_experts, DistributedConfig(**config))
     letters = []
     with pytest.MonkeyPatch.context() as patch:
         keep_float64(patch)

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError
 
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER
-from tests.checkpoints.test_optimizer_files import Planted, marks
 from tests.hf.test_saving import make_trainer
 from tests.hf.test_sharded_checkpoints import EP2, FIRST, loaded, save_models, trained, trainer_of
+from tests.planted import Planted, marks
 from tests.ranks import run_ranks
 
 # of all who read a checkpoint's files: JSON, safetensors, torch, transformers

@@ -32,8 +32,6 @@ _QUANTIZER = {
     "num_res_blocks": 1,
 }
 _SAM = {"output_channels": 16, "mlp_dim": 40}
-_POOLING = {"model_type": "gemma4_vision"}
-_POOLING |= {"pooling_kernel_size": 2, "position_embedding_size": 16}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SLICES = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")
 

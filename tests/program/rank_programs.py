@@ -1,12 +1,13 @@
 """Programs of all ranks in one micro-batch."""
 
+import math
+
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.program import compile as compiler
 from hf_flexseq.program.instructions import RowShape
 from hf_flexseq.program.zones import Machine
 from tests.plans import one_group
-from tests.program.memory import nbytes
 
 TRANSFERS = ("post", "all_to_all")
 
@@ -59,6 +60,11 @@ def programs_of_group(strategy, degree, lengths, shape, *, per_node=None, **opti
     return programs_of(
         micro_batch, lengths, topology, shape, **({"ranks": range(degree)} | options)
     )
+
+
+def nbytes(value, shape):
+    """The bytes of a value, in a layer of this shape."""
+    return math.prod(value.shape) * shape.item_bytes(value.dtype)
 
 
 def messages_of(one, program, shape):

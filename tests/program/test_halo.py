@@ -1,4 +1,5 @@
-"""Zones of windows and chunks: what they move is the halo of every slice, and no more."""
+"""Zones of windows and chunks: what they move is the halo of every slice, and no more. Recurrent
+layers move as little."""
 
 import pytest
 
@@ -6,7 +7,7 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.plan.rings import chunks_per_rank
 from hf_flexseq.plan.shard import group_slices
 from hf_flexseq.program.compile import BACKWARD, FORWARD
-from hf_flexseq.program.instructions import LayerShape
+from hf_flexseq.program.instructions import LayerShape, RowShape
 from tests.plans import one_group
 from tests.program.rank_programs import moved_bytes, programs_of_group
 
@@ -61,3 +62,24 @@ def test_a_window_that_no_sequence_exceeds_is_no_window_to_the_kernel():
     # rank 1 has tokens 8 to 15 and 48 to 55
     assert lengths.q_lens == (8, 8)
     assert lengths.k_lens == (16, 56)
+
+
+# ---- recurrent layers
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "balanced", "ulysses", "hybrid"])
+def test_a_rank_gets_few_rows_of_a_long_sequence(strategy):
+    """Whatever the length: W - 1 rows for each of its segments, and a summary of each segment of
+    another rank."""
+    degree, width, row = 8, 4, 4  # a row has four bytes
+    shape = RowShape(columns=1, dtype="float32", width=width)
+    most = row if strategy in ("ulysses", "balanced") else 2 * row  # of all segments of a rank
+    for length in (6400, 64000):
+        programs = programs_of_group(strategy, degree, (length,), shape, per_node=4)
+        halos, returned, *summaries = programs.values()
+        for rank in range(degree):
+            assert moved_bytes(halos[rank], shape) <= most * (width - 1)
+            back = moved_bytes(returned[rank], shape)
+            assert back == moved_bytes(halos[rank], shape, is_sent=True)
+            for of_ranks in summaries:
+                assert moved_bytes(of_ranks[rank], shape) <= most * (degree - 1)

@@ -6,18 +6,29 @@ The figures are those that torch's allocator was measured to need.
 import pytest
 
 from hf_flexseq.program.instructions import LayerShape
-from tests.program.memory import nbytes, places_of
-from tests.program.rank_programs import programs_of_group
+from tests.program.rank_programs import nbytes, programs_of_group
 
 SHAPE = LayerShape(query_heads=32, kv_heads=8, head_dim=64, dtype="bfloat16")
 TOKENS = 4096  # of a rank
 UNIT = TOKENS * 32 * 64 * 2  # bytes of q
+# Operations whose results lie in the memory of the value that they read.
+VIEWS = ("part", "heads", "columns", "unpair", "turned", "arrived_heads")
+
+
+def memories_of(program):
+    """By value, the number of the value in whose memory it lies."""
+    memories = [value.number for value in program.all_values]
+    for one in program.instructions:
+        if one.operation in VIEWS:
+            for value in one.outs:
+                memories[value] = memories[one.ins[0]]
+    return memories
 
 
 def peak_bytes(program):
     """The most bytes that are alive at once, without inputs. A transfer keeps its tensors until it
     is waited for."""
-    places = places_of(program)
+    memories = memories_of(program)
     roots = {value.number for value in program.inputs}
     alive = {}  # by memory: its values that are not freed, and the posts that keep it
     peak = 0
@@ -28,11 +39,11 @@ def peak_bytes(program):
 
     for one, frees in zip(program.instructions, program.frees, strict=True):
         for value in one.outs:
-            keep(places[value].memory, value)
+            keep(memories[value], value)
         if one.operation in ("post", "all_to_all"):
             moved = (*one.ins, *one.outs) if one.operation == "post" else one.ins[:1]
             for value in moved:
-                keep(places[value].memory, f"post {one.constants[0]}")
+                keep(memories[value], f"post {one.constants[0]}")
         used = sum(nbytes(program.all_values[memory], SHAPE) for memory in alive)
         peak = max(peak, used)
         over = set(frees)

@@ -125,7 +125,7 @@ def busiest_link(degree: int, keys: float, queries: float) -> float:
     total = 0.0
     for there, back_of_keys in ((1, 0), (3, 1)):  # forward, backward
         moves = []  # (source, target, size)
-        for step in schedule_of("balanced", degree).calls:
+        for step in schedule_of("balanced", degree):
             if step.source != step.worker:
                 moves.append((step.source, step.worker, keys))
                 moves.append((step.worker, step.source, back_of_keys * keys))

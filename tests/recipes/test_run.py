@@ -134,12 +134,6 @@ def test_the_reference_of_a_divergence_is_the_revision_that_was_named():
         grpo.find_reference(training, new)
 
 
-# ---- what a run prints
-
-FIGURES = {"micro_batches": 2.0, "groups_of_1": 3.0, "groups_of_2": 1.0}
-FIGURES |= {"predicted_s": 1.0, "measured_s": 1.25, "tokens_per_s": 8000.0}
-
-
 # ---- how it ends
 
 

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hf_flexseq.checkpoints.manifest import MANIFEST, MARKER
 from hf_flexseq.checkpoints.optimizer import _FLAT, FOLDER, renamed_key
-from tests.checkpoints.test_optimizer_files import Planted, marks
 from tests.hf.trainers import update_error
 from tests.pipeline.test_trainer import joined, make_trainer, model_of, saved_run
+from tests.planted import Planted, marks
 from tests.programs import ROOT
 from tests.ranks import run_ranks
 
