@@ -52,7 +52,7 @@ Tensors = dict[str, torch.Tensor]  # by global name
 def save_stage(member: StageMember, folder: str, as_stored: Callable[[Tensors], Tensors]) -> None:
     """Write the stage's part of the checkpoint, by one of its ranks. Collective over the world.
 
-    as_stored: turns a model's tensors into those of its checkpoints, such as a tensor of all
+    as_stored: turns a model's tensors into its checkpoints' tensors, such as a tensor of all
         experts into one tensor per expert.
     """
     path = Path(folder)

@@ -217,7 +217,7 @@ class Stack:
 
 def _multiplying(module: nn.Module, experts: int, active: int) -> int:
     """Return how many weights multiply each token in `module`: the elements of its matrices, and
-    of `experts` those of the `active` ones that work on a token."""
+    the share of the `active` among all `experts`."""
     count = 0
     for name, parameter in module.named_parameters():
         if experts and ".experts." in name:

@@ -76,7 +76,7 @@ class RingStep(NamedTuple):
     call: int | None
     """Number of the lengths of this rank's kernel call; None when it has no call in this step."""
     read: Read | None
-    """What the kernel call reads; None without a call."""
+    """The kernel call's keys; None without a call."""
     sent_queries: tuple[ChunkRows, ...]
     """Queries of this rank that calls of other ranks read."""
     sent_keys: tuple[ChunkRows, ...]

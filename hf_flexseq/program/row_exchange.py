@@ -41,8 +41,8 @@ def gather(
 def give_back(
     b: Builder, messages: Sequence[RowMessages], received: Value, tag: int
 ) -> tuple[Exchanges, list[tuple[RowsSpec, Value]]]:
-    """Post gradients of received rows [n, ...] to their owners, and return those of this rank's
-    rows, from each reader. The transpose of `gather`.
+    """Post gradients of received rows [n, ...] to their owners, and return this rank's rows'
+    gradients, from each reader. The transpose of `gather`.
 
     received: in the order in which `gather` returns the rows. messages: by group.
     """

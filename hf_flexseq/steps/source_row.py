@@ -94,7 +94,7 @@ class SourceRow:
 
     def with_new(self, columns: Columns, reason: str) -> "SourceRow":
         """Return this row with further columns of [tokens]. Raises ValueError if the dataset has
-        one of them. reason: what they are there for, in words."""
+        one of them. reason: their purpose, in words."""
         for name in columns:
             if name in self.columns:
                 raise ValueError(f"the dataset has a column {name!r}, which {reason}: rename it")

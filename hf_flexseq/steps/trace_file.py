@@ -71,7 +71,7 @@ class TraceFile:
             os.close(handle)
 
     def _cut_torn_line(self) -> None:
-        """Cut off what follows on the last newline of the file."""
+        """Cut off the torn line at the end of the file."""
         if not self.path.is_file():
             return
         with self.path.open("r+b") as file:

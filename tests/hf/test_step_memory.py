@@ -162,6 +162,7 @@ KINDS = {
 FIRST, SECOND = 0, 1  # steps that fail
 CALLS = {  # in place of SOME
     "dropout": 30,  # 12 of a micro-batch, and 12 of its replay
+    ("trl", FIRST): 34,
     ("trl", SECOND): 50,
     ("samples", SECOND): 40,  # of the second pass
 }

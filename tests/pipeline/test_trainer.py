@@ -297,6 +297,7 @@ def test_the_trace_is_what_flexseq_view_reads(tmp_path, capsys):
 OVERRIDDEN = (
     "train",
     "_inner_training_loop",
+    "_hp_search_setup",
     "set_initial_training_values",
     "get_batch_samples",
     "training_step",
