@@ -140,7 +140,7 @@ def _fused_for_cuda() -> Fused:
         return TorchFused()
     from hf_flexseq.kernels.triton_fused import TritonFused
 
-    logger.info("merging and packing: one launch of a Triton kernel each")
+    logger.info("merging and packing: by Triton kernels")
     return TritonFused()
 
 

@@ -286,7 +286,7 @@ def no_headers(monkeypatch):
 @pytest.mark.parametrize(
     ("lack", "level", "words"),
     [
-        (None, "INFO", "one launch of a Triton kernel each"),
+        (None, "INFO", "merging and packing: by Triton kernels"),
         (no_triton, "WARNING", "take several launches each: triton is not installed"),
         (no_compiler, "WARNING", "install gcc"),
         (no_headers, "WARNING", "development headers"),
