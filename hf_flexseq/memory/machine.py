@@ -44,11 +44,14 @@ def _limits() -> Iterator[tuple[int, int]]:
         # in a container the name may be that of the machine, where the container sees its own root
         for folder in (root, *(one for one in (group, *group.parents) if root in one.parents)):
             limit, used, cached = _VERSION_1 if controllers else _VERSION_2
-            if not (folder / limit).exists() or not (folder / limit).read_text().strip().isdigit():
-                continue  # without the files, or with the limit "max"
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            in_use = int((folder / used).read_text()) - int(stat.get(cached, 0))
-            yield int((folder / limit).read_text()), in_use
+            try:
+                most, now = ((folder / name).read_text().strip() for name in (limit, used))
+                lines = (folder / "memory.stat").read_text().splitlines()
+            except OSError:
+                continue  # the root of version 2 has none of these
+            if most.isdigit():  # else "max"
+                stat = dict(line.split() for line in lines)
+                yield int(most), int(now) - int(stat.get(cached, 0))
 
 
 def budget_bytes(asked_gib: float | None, ranks_per_node: int) -> int:

@@ -18,6 +18,7 @@ import torch
 from hf_flexseq.checkpoints.files import write_json, write_tensors
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.checkpoints.weight_files import INDEX
+from hf_flexseq.distributed.agreement import ErrorCapture
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.pipeline.stages import Stage
 
@@ -61,7 +62,10 @@ def save_stage(member: StageMember, folder: str, as_stored: Callable[[Tensors], 
 
     # 1. who writes what: each rank's file, and the bytes of each tensor in it
     file = FILE.format(part=stage.index + 1, parts=stage.count)
-    tensors = as_stored(_owned_tensors(member))
+    tensors = _owned_tensors(member)
+    with ErrorCapture() as converting:
+        tensors = as_stored(tensors)
+    converting.raise_on_all_ranks(communicator.cpu_group.gather_values, f"saving to {folder}")
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     written = communicator.cpu_group.gather_values((file, sizes))
 

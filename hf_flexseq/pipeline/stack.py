@@ -220,7 +220,8 @@ def _multiplying(module: nn.Module, experts: int, active: int) -> int:
     the share of the `active` among all `experts`."""
     count = 0
     for name, parameter in module.named_parameters():
-        if experts and ".experts." in name:
+        is_of_all = parameter.dim() > 2 and len(parameter) == experts
+        if experts and (is_of_all or ".experts." in name):
             count += parameter.numel() * active // experts
         elif parameter.dim() == 2:
             count += parameter.numel()

@@ -23,7 +23,7 @@ from tests.differential.runs import both_on_ranks, here
 from tests.hf.plain import float64_loss, padded
 from tests.hf.test_metrics import scaled
 from tests.hf.tiny import VOCAB, documents, refused, tiny_llama, whole
-from tests.hf.trainers import assert_logged_alike, trainer_of, weights_apart
+from tests.hf.trainers import OwnLoss, assert_logged_alike, trained, trainer_of, weights_apart
 from tests.ranks import run_cases
 
 LENGTHS = [1 + (i * i * 7) % 60 for i in range(24)]
@@ -369,3 +369,10 @@ def test_labels_of_padding_are_refused(tmp_path):
 def test_stages_are_refused_when_a_trainer_is_made(tmp_path):
     with refused("set it to 1"):
         make(tmp_path, **FUNCTION, flexseq=STAGES)
+
+
+@pytest.mark.parametrize("teacher", ["some/path", len, None])
+def test_a_loss_of_ones_own_may_keep_a_teacher_of_any_kind(tmp_path, teacher):
+    trainer = trainer_of(OwnLoss, tmp_path, flexseq={}, max_steps=1)
+    trainer.teacher_model = teacher
+    assert trained(trainer).log

@@ -8,7 +8,7 @@ from transformers.trainer_utils import HPSearchBackend
 
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
 from tests.hf.plain import Stream, dataset, logged
-from tests.hf.tiny import tiny_llama
+from tests.hf.tiny import refused, tiny_llama
 from tests.hf.trainers import trainer_of
 from tests.ranks import run_ranks
 
@@ -53,6 +53,15 @@ def test_a_trial_on_a_stream_trains_as_without_one_and_may_set_options(tmp_path,
         assert first == alone
         assert second[0] == pytest.approx(first[0], rel=1e-6)
         assert sum(second[1]) > sum(first[1])
+
+
+def test_a_trial_with_stages_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.hp_params", vars)
+    trainer = searching(FlexSeqTrainer, tmp_path, config=FlexSeqConfig)
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.hp_space = vars
+    with refused("pipeline_parallel_size=2"):
+        trainer.train(trial=Trial(pipeline_parallel_size=2))
 
 
 def test_a_search_finds_what_that_of_the_plain_trainer_finds(tmp_path):

@@ -90,7 +90,6 @@ class FlexSeqEngine:
         """
         if not isinstance(args, FlexSeqArguments):
             raise TypeError(f"an engine takes FlexSeqArguments, got {type(args).__name__}")
-        self._check_stages(args)
         check_accelerator(accelerator, args)
         if accelerator.is_main_process:
             warn_untested(*([] if uses_trl else ["trl"]))
@@ -120,6 +119,7 @@ class FlexSeqEngine:
         """Run the models that are attached from now on under another accelerator and with other
         options, for a trial of `hyperparameter_search`. Collective over the world. Raises
         ValueError as the constructor does."""
+        self._check_stages(args)
         communicator = self.communicator
         named = named_cost(args.cost_model, communicator)
         self.setup = setup = EngineSetup(

@@ -98,13 +98,15 @@ class LossOnSamples(StepLoss):
         """Return why the loss keeps rows from sharing prefixes, or None: a token that rows share
         may have a label in some of them alone, and gets the sum of their gradients."""
         has_code = self._look()  # callbacks have come between
-        return USERS_CODE if has_code or hasattr(self._trainer, FIGURES) else None
+        has_figures = getattr(self._trainer, FIGURES, None) is not None
+        return USERS_CODE if has_code or has_figures else None
 
     @property
     def _other(self) -> nn.Module | None:
         """The reference or the teacher, as accelerate has wrapped it, if there is one."""
-        reference: nn.Module | None = getattr(self._trainer, "ref_model", None)
-        return getattr(self._trainer, "teacher_model", None) if reference is None else reference
+        name = "teacher_model" if isinstance(self._head, Divergences) else "ref_model"
+        other = getattr(self._trainer, name, None)
+        return other if isinstance(other, nn.Module) else None
 
     def _look(self) -> bool:
         """Find out which code of the user's there is in the models; tell if there is any."""

@@ -297,6 +297,7 @@ class FlexSeqMixin(ShardedCheckpoints):
             together(*self._flexseq_checks(options))
             self.flexseq.use(self.accelerator, options)
             self.flexseq.keep_loader_settings()
+            self._flexseq_log.judge_by(options.cost_model)
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """Keep batches on the host until training ends; an epoch is as long as the longest rank's

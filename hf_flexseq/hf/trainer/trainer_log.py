@@ -28,6 +28,10 @@ class TrainerLog:
         self._trainer: Any = trainer
         self._said: set[str] = set()
         self._figures: list[LogFigures] = []  # of the steps since the last entry
+        self.judge_by(cost_model)
+
+    def judge_by(self, cost_model: str) -> None:
+        """Compare steps with the predictions of this option from now on."""
         self._predictions = Predictions(cost_model)
 
     def say_remarks(self) -> None:
