@@ -103,9 +103,8 @@ class Answers:
 
     def figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
         """Run a model forward, and return the figures of this rank's tokens and totals."""
-        if (
-            adapter_state(self._trainer.model) == self._adapters
-        ):  # else it answers as the reference
+        # without its adapters the policy answers as the reference
+        if adapter_state(self._trainer.model) == self._adapters:
             with self.pausing(True):
                 self._try_model(step.row, model)
         return figures_of(step, partial(self._head.forward, model), self._head.totals)
