@@ -152,7 +152,7 @@ class FlexSeqEngine:
         stages = args.pipeline_parallel_size
         if stages > 1:
             raise NotImplementedError(
-                f"pipeline_parallel_size={stages} in a loop of your own, or in a trial of a search: "
+                f"pipeline_parallel_size={stages} in a loop of your own, or a trial of a search: "
                 "use FlexSeqTrainer, or 1"
             )
 
