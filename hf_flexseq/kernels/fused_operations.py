@@ -7,7 +7,8 @@
     unpack    and taken apart again where they arrive; heads that several ranks had are summed
 
 Heads are rows with two strides, so the last two are made of the others: one `gather`, and for
-heads that are summed an `add` for every part of the buffer that has them again.
+heads that are summed zeros, an `add` for every round of parts that have no head in common, and a
+copy that rounds.
 
 There are two implementations. `TorchFused` is written in torch's operations, and serves every
 device. `triton_fused.TritonFused` does each of the first three in a single launch, on CUDA;
@@ -71,6 +72,8 @@ class Fused(abc.ABC):
 
         layout: of all tensors. The dtype of `flat` is that of the tensors, or a wider one.
         """
+        if not flat.numel():
+            return
         head_dim = tensors[0].shape[2]
         laid_out = [x if x.stride(1) == head_dim else x.contiguous() for x in tensors]
         heads = [_heads(laid_out[run.tensor], run) for run in layout.runs]
@@ -84,6 +87,8 @@ class Fused(abc.ABC):
         A head that several parts of the buffer have becomes their sum, taken in float32 (float64
         for float64) in the order of `layout.runs` and then rounded to the dtype of the tensor.
         """
+        if not flat.numel():
+            return
         wide = lse_dtype(flat.dtype)
         sums = [
             torch.zeros_like(x, dtype=wide) if is_shared else x

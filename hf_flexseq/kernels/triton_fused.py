@@ -7,6 +7,7 @@ interpreter, and compiles them for a GPU. They have not run on one yet, so the s
 not tuned.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from hf_flexseq.kernels.triton_kernels import (
 
 TILE = 2048  # elements that a program does, at least one row
 MOST_COLUMNS = 1024  # of a tile
+MOST_UNIT = 16  # elements: a multiple that Triton takes for aligned
 
 
 class TritonFused(Fused):
@@ -97,6 +99,8 @@ class RowStrides(NamedTuple):
     """From a row to the next one."""
     outer_stride: int
     """From one run of elements that follow each other to the next one, in a row."""
+    outer_unit: int
+    """Divides `outer_stride`. Kernels know it, and so move several elements at once."""
     inner: int
     """Elements of such a run."""
 
@@ -107,16 +111,19 @@ def _row_shape(x: torch.Tensor, width: int) -> RowStrides:
     All but the first and the second dimension must follow each other.
     """
     if x.is_contiguous():
-        return RowStrides(width, 0, width)
+        return RowStrides(width, 0, 1, width)
     inner = 1
     outer = x.dim()  # the first of the dimensions that follow each other
     while outer > 1 and (x.stride(outer - 1) == inner or x.shape[outer - 1] == 1):
         outer -= 1
         inner *= x.shape[outer]
     if outer == 1:
-        return RowStrides(x.stride(0), 0, inner)
+        return RowStrides(x.stride(0), 0, 1, inner)
     assert outer == 2, f"strides {x.stride()} of {tuple(x.shape)}: rows in more than two strides"
-    return RowStrides(x.stride(0), x.stride(1), inner)
+    unit = math.gcd(MOST_UNIT, x.shape[-1])  # the same for all numbers of rows and heads
+    if x.stride(1) % unit:
+        unit = 1
+    return RowStrides(x.stride(0), x.stride(1), unit, inner)
 
 
 def _launch_rows(
@@ -160,9 +167,11 @@ def _pair(
         odd(blocks),
         whole_shape.stride,
         part_shape.stride,
-        odd(whole_shape.outer_stride),
-        odd(part_shape.outer_stride),
+        odd(whole_shape.outer_stride // whole_shape.outer_unit),
+        odd(part_shape.outer_stride // part_shape.outer_unit),
         selection.has_index,
+        whole_shape.outer_unit,
+        part_shape.outer_unit,
         width,
         whole_shape.inner,
         part_shape.inner,

@@ -109,6 +109,8 @@ def rows_kernel(
     whole_outers,
     part_outers,
     HAS_INDEX: tl.constexpr,
+    WHOLE_UNITS: tl.constexpr,
+    PART_UNITS: tl.constexpr,
     WIDTHS: tl.constexpr,
     WHOLE_INNERS: tl.constexpr,
     PART_INNERS: tl.constexpr,
@@ -118,7 +120,7 @@ def rows_kernel(
 ):
     """GATHER: part[j] = whole[row j]. ADD: whole[row j] += part[j]. All arguments but the last are
     tuples, by pair of a whole [t, ...] and a part [n, ...]; blocks: its programs. starts, counts,
-    blocks and both _outers hold sizes as odd numbers (`odd`)."""
+    blocks and both _outers hold sizes as odd numbers (`odd`), these in units."""
     block = tl.program_id(0)
     for i in tl.static_range(len(wholes)):
         if (block >= 0) & (block < _size(blocks[i])):
@@ -131,8 +133,8 @@ def rows_kernel(
                 _size(counts[i]),
                 whole_strides[i],
                 part_strides[i],
-                _size(whole_outers[i]),
-                _size(part_outers[i]),
+                _size(whole_outers[i]) * WHOLE_UNITS[i],
+                _size(part_outers[i]) * PART_UNITS[i],
                 HAS_INDEX[i],
                 WIDTHS[i],
                 WHOLE_INNERS[i],

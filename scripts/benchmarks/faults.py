@@ -49,7 +49,7 @@ from common import (
 )
 from forked import children, main_or_rank, reap, start_ranks
 from hf_flexseq import FlexSeqConfig, FlexSeqTrainer
-from hf_flexseq.distributed.hosts import last_error
+from hf_flexseq.distributed.hosts import ERROR_LINE, last_error
 
 sys.path.append(str(ROOT))
 from tests.hf.tiny import documents, tiny_llama
@@ -243,7 +243,9 @@ def faulty_run(kind: str, fault: Fault, folder: Path) -> dict[str, Any]:
                 os.waitpid(pid, 0)
     speaker = 0 if fault.rank else 1
     found["message"] = last_error((folder / f"rank{speaker}.log").read_text())
-    found["named"] = re.search(rf"\brank {fault.rank}\b", found["message"]) is not None
+    is_error = ERROR_LINE.match(found["message"]) is not None  # else the last lines
+    names_it = re.search(rf"\brank {fault.rank}\b", found["message"]) is not None
+    found["named"] = is_error and names_it
     found["left_s"], found["left"] = left_over()
     return found
 

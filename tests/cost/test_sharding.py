@@ -54,12 +54,19 @@ def test_the_fewest_trips_that_fit_beside_the_fullest_micro_batch(tokens, parame
 
 
 def planned_with(
-    figures: FsdpFigures | None, lengths: list[int], *, held_tokens: int = 0, **changes: Any
+    figures: FsdpFigures | None,
+    lengths: list[int],
+    *,
+    held_tokens: int = 0,
+    bound: int | None = None,
+    **changes: Any,
 ) -> Any:
-    """held_tokens: of images. changes: of the cost model."""
+    """held_tokens: of images. bound: of the user. changes: of the cost model."""
     one_rank = Topology(nodes=1, ranks_per_node=1)
     cost = replace(COST, **changes)
-    job = GroupsJob(topology=one_rank, cost=cost, options=PlanOptions(), fsdp=figures)
+    job = GroupsJob(
+        topology=one_rank, cost=cost, options=PlanOptions(max_tokens_per_rank=bound), fsdp=figures
+    )
     return job.plan(lengths, StepFacts(held_tokens=held_tokens))
 
 
@@ -79,6 +86,14 @@ def test_a_step_is_planned_and_priced_for_the_policy_that_it_gets():
     assert (len(slow.micro_batches), FIGURES.beside(slow, 1, COST)) == (6, KEEPS)
     # all fits one micro-batch, whatever is held: then least is held
     assert FIGURES.beside(planned_with(FIGURES, [100]), 1, COST) == KEEPS
+
+
+@pytest.mark.parametrize("held_tokens", [0, 250, 500, 900])
+def test_with_a_bound_of_the_user_a_step_gets_the_policy_that_its_note_names(held_tokens):
+    plan = planned_with(FIGURES, [50] * 40, held_tokens=held_tokens, bound=100)
+    policy = FIGURES.beside(plan, 1, COST, held_tokens=held_tokens)
+    notes = [note for note in plan.notes if "FSDP2" in note]
+    assert notes == ([] if policy == PLAIN else [f"FSDP2: planned for {policy}"])
 
 
 @pytest.mark.parametrize("held_tokens", [0, 100, 300, 650, 950])

@@ -44,6 +44,26 @@ def test_heads_that_ranks_share_are_summed_in_float32_and_rounded_once():
     assert torch.equal(got[0, 0], flat.float().view(8, 3).sum(0).bfloat16())
 
 
+@pytest.mark.parametrize("case", HEAD_RANGES)
+def test_heads_stand_part_by_part_and_come_back_as_often_as_parts_have_them(case):
+    """By indexing alone, which neither implementation uses."""
+    ranges = HEAD_RANGES[case]
+    layout = HeadLayout(ranges, 5)
+    tensors = [normal(i, (5, n, 4), torch.float64) for i, n in enumerate(layout.heads)]
+    wanted = []
+    for of_part in zip(*ranges, strict=True):
+        heads = [x[:, list(own)] for x, own in zip(tensors, of_part, strict=True)]
+        wanted.append(torch.cat(heads, dim=1).flatten())
+    flat = torch.empty(sum(layout.slots) * 4, dtype=torch.float64)
+    TORCH.pack(tensors, layout, flat)
+    assert torch.equal(flat, torch.cat(wanted))
+    back = [torch.empty_like(x) for x in tensors]
+    TORCH.unpack(flat, layout, back)
+    for x, own, got in zip(tensors, ranges, back, strict=True):
+        times = [sum(head in part for part in own) for head in range(x.shape[1])]
+        torch.testing.assert_close(got, x * torch.tensor(times)[:, None], rtol=1e-14, atol=0)
+
+
 # ---- Triton
 
 KERNELS = ("merge_kernel", "rows_kernel")

@@ -94,8 +94,10 @@ class GroupsJob:
         self, lengths: Sequence[int], facts: StepFacts, fsdp: FsdpFigures
     ) -> Iterator[tuple[FsdpPolicy, CostModel]]:
         """Yield the policies that promise more than the plain one, the fastest first, with the
-        cost to plan with. A bound of the user must have room besides the held bytes."""
-        least = (self.options.max_tokens_per_rank or 0) * self.cost.token_bytes
+        cost to plan with. A bound of the user, and images, must have room besides the held
+        bytes."""
+        bound = self.options.max_tokens_per_rank
+        least = 0.0 if bound is None else (bound + facts.held_tokens) * self.cost.token_bytes
         promised = []
         for index, policy in enumerate(POLICIES):
             if policy != PLAIN and fsdp.left_bytes(policy) < least:
