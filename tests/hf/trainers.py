@@ -93,6 +93,8 @@ def zero(stage: int) -> dict[str, Any]:
     Make the model before: they make transformers draw other weights. Collective over the world."""
     import deepspeed  # which takes long, and need not be installed elsewhere
 
+    # Where a processor computes in float16, DeepSpeed refuses references in float64.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: False
     deepspeed.init_distributed("gloo")
     parts = {"stage": stage, "stage3_param_persistence_threshold": 0}
     return copy.deepcopy(ZERO) | {"zero_optimization": parts}
