@@ -99,25 +99,40 @@ def long_tailed(seed, context, count):
     return lengths
 
 
+def in_a_night(stages, context, seed):
+    return pytest.param(stages, context, seed, 256, 0.98, marks=pytest.mark.nightly)
+
+
 @pytest.mark.slow
-def test_on_a_long_tailed_batch_auto_beats_the_re_creation_in_less_memory():
-    """A Llama-13B in four stages, whose attention of 61,440 pairs of a query and a key takes as
-    long as a token's linear work; a checkpointed layer keeps 2 of 34 bytes."""
+@pytest.mark.parametrize(
+    ("stages", "context", "seed", "count", "most_time"),
+    [
+        (4, 48, 1, 64, 1.0),
+        *(in_a_night(stages, 96, seed) for stages in (4, 8) for seed in range(5)),
+        # seeds 0 and 2 have no sequence above 96K
+        *(in_a_night(stages, 192, seed) for stages in (4, 8) for seed in (1, 3, 4)),
+    ],
+)
+def test_on_long_tailed_batches_auto_beats_the_re_creation_in_less_memory(
+    stages, context, seed, count, most_time
+):
+    """A Llama-13B in stages, whose attention of 61,440 pairs of a query and a key takes as long as
+    a token's linear work; a checkpointed layer keeps 2 of 34 bytes."""
     stage = StageCost(
         linear_ns=1e3,
         attention_ns=1e3 / 61_440,
         chunk_ns=256e3,
-        layers=10,
+        layers=40 // stages,
         token_bytes=34,
         input_bytes=2,
     )
-    cost = PipelineCost.even(4, stage)
-    lengths = long_tailed(1, 48 * 1024, 64)
+    cost = PipelineCost.even(stages, stage)
+    lengths = long_tailed(seed, context * 1024, count)
     theirs = pipelined(lengths, cost, schedule="infinipipe")
     most = 0.7 * peak_bytes(theirs, cost)[0]
-    limit = (int(most),) * 4
+    limit = (int(most),) * stages
     plan = pipelined(lengths, cost, memory_limit=limit)
     check(plan)
     check_memory(plan, cost, limit)
-    assert makespan_ns(plan, cost) < makespan_ns(theirs, cost)
+    assert makespan_ns(plan, cost) < most_time * makespan_ns(theirs, cost)
     assert max(peak_bytes(plan, cost)) <= most

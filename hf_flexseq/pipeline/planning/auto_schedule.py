@@ -39,7 +39,7 @@ from hf_flexseq.pipeline.planning.units import (
 from hf_flexseq.plan import PlanInfeasible
 
 # Chosen by simulated seconds and peaks on long-tailed batches, and by the planner's CPU time
-# (scripts/benchmarks/results/pipeline_simulated_2026-11-20.md).
+# (tests/pipeline/test_timeline.py holds both).
 WINDOW = 1.5  # mean chunks per stage that may be in flight besides the largest unit
 MOST_CHUNKS = 1_000  # chunks of equal work that a step is cut into, at most
 MOST_ACTIONS = 18_000  # actions played in all trials of a step together
