@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
-from hf_flexseq.attention.recurrent.carry import StateCarry
+from hf_flexseq.attention.recurrent.carry import Carry
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import KernelCall
@@ -15,7 +15,6 @@ from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.memory.store import HostStore
-from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import MicroBatch
@@ -122,16 +121,12 @@ def run_chunks(ranks, *, checkpointed=False, layers=2, after=lambda: None):
     """The chunks of a pipeline's stage, which `ranks` ranks share."""
 
     def run(transport):
-        carry = KVCarry(TorchVarlen())
+        carry = Carry()
         sharing = None
         if ranks > 1:
             communicator = Communicator(TOPOLOGY, transport=transport)
             sharing = Sharing(communicator, tuple(range(ranks)), transport.rank)
-        of_stage = {
-            "states": StateCarry(),
-            "kernel": carry.kernel,
-            "sharing": sharing,
-        }
+        of_stage = {"kernel": TorchVarlen(), "sharing": sharing}
         leaves, outs = [], []
         for parts in CHUNKS:
             chunk = ChunkContext(chunk_of(*parts), LENGTHS, carry, CUDA, **of_stage)
