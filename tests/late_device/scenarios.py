@@ -18,7 +18,7 @@ from hf_flexseq.memory.store import HostStore
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import MicroBatch
-from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
+from hf_flexseq.plan.images import IMAGE, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.early_encoding import EarlyEncoder, weights_of
 from hf_flexseq.steps.features import StepImages
@@ -284,7 +284,7 @@ def run_ahead(steps=4):
 def run_images(rows=8, width=6):
     """Features of an image of each of two ranks, which the other one uses, and their gradients."""
     sizes = {"modality": IMAGE, "tokens": rows, "patches": rows, "pairs": rows}
-    placement = ImagePlacement(owners=(0, 1), stand_ins=(), loads=(1, 1), cheapest=0)
+    plan = ImagePlan(owners=(0, 1), loads=(1, 1), cheapest=0)
 
     def run(transport):
         communicator = Communicator(Topology(nodes=1, ranks_per_node=2), transport=transport)
@@ -299,7 +299,7 @@ def run_images(rows=8, width=6):
             [Image(size=ImageSize(sequence=rank, data_bytes=1, **sizes), arguments={})],
             [torch.arange(rows) + rows * (1 - rank)],
             images=[ImageSize(sequence=one, data_bytes=1, **sizes) for one in range(2)],
-            plan=ImagePlan(placement=placement, keeps_graph=True, held_bytes=0.0),
+            plan=plan,
             calls=1,
             communicator=communicator,
             device=CUDA,
