@@ -32,8 +32,6 @@ class PipelineOptions:
 
     schedule: str = "auto"
     """Name of the schedule, one of PIPELINE_SCHEDULES."""
-    chunks: int | None = None
-    """Chunks of the longest sequence; None lets the planner choose."""
     max_tokens: int | None = None
     """Maximum tokens of a chunk; None for no limit."""
     memory_limit: Sequence[int] | None = None
@@ -41,13 +39,8 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         entry_of("schedule", self.schedule, PIPELINE_SCHEDULES)
-        for name, value in (("chunks", self.chunks), ("max_tokens", self.max_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1")
-        if self.schedule == "1f1b" and (self.chunks or 1) > 1:
-            raise ValueError(
-                f"schedule='1f1b' runs whole sequences, chunks={self.chunks} is for the others"
-            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: give at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
