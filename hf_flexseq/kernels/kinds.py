@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_flexseq.base.values import in_errors
 from hf_flexseq.kernels import Kernel, KernelCall
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.cuda_flash import CudaFlash
@@ -110,7 +111,5 @@ def _keys(kind: LayerCalls) -> list[_CallProperties]:
 def _named(layer: str, device: torch.device, dtype: torch.dtype, calls: _CallProperties) -> Kernel:
     """Return the kernel for such calls. Raises ValueError that names the layer."""
     head_dim, window, softcap = calls
-    try:
+    with in_errors(layer):
         return choose_kernel(device, dtype, head_dim, window=window, softcap=softcap)
-    except ValueError as error:
-        raise ValueError(f"{layer}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from hf_flexseq.base.reading import Limits, parse_json, read_text
 from hf_flexseq.base.registry import PIPELINE_STEP, object_of
-from hf_flexseq.base.values import MAX_SECONDS, duration, items, one_line, quoted, whole
+from hf_flexseq.base.values import MAX_SECONDS, duration, in_errors, items, one_line, quoted, whole
 from hf_flexseq.plan.images import TowerLoad
 from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
 from hf_flexseq.plan.sequences import Plan
@@ -104,10 +104,8 @@ def read_steps(path: str, limits: Limits) -> StepsFile:
 
     path: a file; `-` is stdin. Raises ValueError, naming the file, if no step can be read.
     """
-    try:
+    with in_errors(path):
         return parse_steps(read_text(path, limits), limits)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def parse_steps(text: str, limits: Limits) -> StepsFile:
