@@ -43,6 +43,7 @@ def plan_of(actions, *, sizes=(), tokens=8, stages=None, **fields):
         "stages": stages or len(actions),
         "chunks": chunks,
         "actions": tuple(actions),
+        "checkpointed": (),
         "schedule": "test",
         "objective_s": 0.0,
         "planning_s": 0.0,

@@ -6,7 +6,6 @@ Values and form of every plan are checked.
 A killed run may leave a torn line. Broken lines are skipped with a remark.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ from hf_flexseq.base.reading import Limits, parse_json, read_text
 from hf_flexseq.base.registry import PIPELINE_STEP, object_of
 from hf_flexseq.base.values import MAX_SECONDS, duration, in_errors, items, one_line, quoted, whole
 from hf_flexseq.plan.images import TowerLoad
-from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
 from hf_flexseq.plan.sequences import Plan
 
 # Broken lines named in a message.
@@ -145,7 +143,7 @@ def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
     if "actions" in record:
         step: RecordedStep = object_of(PIPELINE_STEP)(number, record, limits)
         return step
-    plan = Plan.from_record(plan_record(record, PLAN_KEYS))
+    plan = Plan.of_line(record)
     plan.check_form()
     measured = measured_s(record)
     learned = record.get("learned")
@@ -165,13 +163,6 @@ def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
         tower=None if record.get("tower") is None else TowerLoad.from_record(record["tower"]),
         learned=learned,
     )
-
-
-def plan_record(record: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the plan alone of a record, as a trace has further keys."""
-    if "step" not in record:
-        return record
-    return {key: record[key] for key in ("version", "notes", *keys) if key in record}
 
 
 def waited_s(record: dict[str, Any]) -> float | None:

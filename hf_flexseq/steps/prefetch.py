@@ -106,7 +106,7 @@ class PrefetchedSteps:
         *,
         dispatch: Callable[[PlannedStep], Any],
         check: Callable[[Any], None],
-        read: Callable[[bytes], Any],
+        read: Callable[[str], Any],
         first_number: int = 0,
         what: str = "step",
         shares_prefixes: bool = False,
@@ -121,7 +121,7 @@ class PrefetchedSteps:
         dispatch: brings a step's tokens to the ranks of its plan; collective over the world.
         check: raises ValueError for a plan that would compute something wrong or hang; called on
             rank 0.
-        read: makes a plan of the bytes that rank 0 sends, from the plan's `to_bytes`.
+        read: makes a plan of the text that rank 0 sends, from the plan's `to_json`.
         first_number: of the first step. what: a step is called in messages.
         shares_prefixes: True to plan rows with a common prefix as units; the same on all ranks.
         images: reads the images of a row; None for a model of text.
@@ -371,7 +371,7 @@ class PrefetchedSteps:
             raise RuntimeError(
                 f"planning of {self._what} {step.number} failed: {reason}"
             ) from planning.error
-        return PlannedStep(drawn=step, plan=self._read(data), waited_s=waited_s)
+        return PlannedStep(drawn=step, plan=self._read(data.decode()), waited_s=waited_s)
 
     def _answer(self, step: DrawnStep, waited_s: float, planning: ErrorCapture) -> bytes:
         """Return rank 0's checked plan, or why planning failed: a line of JSON, [kind, reason],
@@ -396,7 +396,7 @@ class PrefetchedSteps:
         with planning:
             plan = self._planner.result(step.request)
             self._check(plan)
-            data = plan.to_bytes()
+            data = plan.to_json().encode()
         match planning.error:
             case None:
                 return _line("plan") + data

@@ -69,8 +69,8 @@ class Lengths(list):
 
     notes = ()
 
-    def to_bytes(self):
-        return json.dumps(self).encode()
+    def to_json(self):
+        return json.dumps(self)
 
 
 class Echo:

@@ -4,8 +4,8 @@ from typing import Any
 
 from hf_flexseq.base.reading import Limits
 from hf_flexseq.base.values import items, whole
-from hf_flexseq.pipeline.planning.plan import KEYS, PipelinePlan
-from hf_flexseq.plan.files import RecordedStep, measured_s, plan_record, waited_s
+from hf_flexseq.pipeline.planning.plan import PipelinePlan
+from hf_flexseq.plan.files import RecordedStep, measured_s, waited_s
 
 
 def pipeline_step(number: int, record: dict[str, Any], limits: Limits) -> RecordedStep:
@@ -15,7 +15,7 @@ def pipeline_step(number: int, record: dict[str, Any], limits: Limits) -> Record
     texts = [line for line in items("actions", record["actions"]) if isinstance(line, str)]
     actions = sum(line.count(" ") + 1 for line in texts)
     limits.refuse_above("work", actions, f"step {number} has {actions:,} actions")
-    plan = PipelinePlan.from_record(plan_record(record, KEYS))
+    plan = PipelinePlan.of_line(record)
     plan.check_form()
     cost = record.get("pipeline_cost")
     if cost is not None and not isinstance(cost, dict):

@@ -241,7 +241,7 @@ class PipelineEngine(FlexSeqEngine):
             lookahead,
             dispatch=self.dispatch,
             check=check_step,
-            read=StepPlan.from_bytes,
+            read=StepPlan.from_json,
             first_number=first_number,
             what=what,
             images=reader_of_text(config, "the stages of a pipeline take text"),
