@@ -14,7 +14,7 @@ is a separate replica.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -158,7 +158,7 @@ class PipelineEngine(FlexSeqEngine):
             return None
         return ShardedStage(self.stage, replicas.process_group, param_dtype=cast_dtype)
 
-    def _room(self, cost: CostModel) -> Sequence[int]:
+    def _room(self, cost: CostModel) -> tuple[int, ...]:
         """Return the bytes that each rank of a pipeline has left besides its stage's state."""
         sharded_over = self.ranks_per_stage if self.sharded is not None else 1
         return room_bytes(cost, self.stage, sharded_over=sharded_over, mixed=self._is_mixed)
