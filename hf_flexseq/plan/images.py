@@ -73,11 +73,13 @@ class ImagePlan:
         """Seconds of the rank with the largest load."""
         return max(self.loads) / 1e9
 
-    def of_rank(self, rank: int) -> list[int]:
-        """Return the indices of the images that a rank encodes, ascending; for a rank without any
-        that of its stand-in."""
-        own = [index for index, owner in enumerate(self.owners) if owner == rank]
-        return own or [self.cheapest]
+    def by_rank(self) -> list[list[int]]:
+        """Return the indices of the images that each rank encodes, ascending; for a rank without
+        any that of its stand-in."""
+        found: list[list[int]] = [[] for _ in self.loads]
+        for index, owner in enumerate(self.owners):
+            found[owner].append(index)
+        return [own or [self.cheapest] for own in found]
 
     def held_tokens(self, token_bytes: float) -> int:
         """Return the tokens of text whose memory `held_bytes` are. token_bytes: of one."""

@@ -216,7 +216,7 @@ class StepImages:
             torch.from_numpy(wanted[by_owner]).unsqueeze(1), received_counts, counts
         ).squeeze(1)
         places = np.zeros(len(images) + 1, dtype=np.int64)  # of each image among this rank's rows
-        held = plan.of_rank(communicator.rank)
+        held = plan.by_rank()[communicator.rank]
         places[held] = np.cumsum([0, *(images[i].tokens for i in held)])[:-1]
         of_image = np.searchsorted(starts, asked.numpy(), side="right") - 1
         served = asked.numpy() - starts[of_image] + places[of_image]

@@ -149,7 +149,7 @@ def send_images(
     sources: Sequence[int],
     communicator: Communicator,
 ) -> list[Image]:
-    """Return the images that this rank encodes (`plan.of_rank`). Collective over the world.
+    """Return the images that this rank encodes (`plan.by_rank`). Collective over the world.
     own, numbers, images: see `image_columns`. sources: the rank that drew each sequence, which
     sends its images."""
     rank = communicator.rank
@@ -160,11 +160,12 @@ def send_images(
     sent: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)]
     sent_counts = []
     received_counts = [0] * communicator.world_size
-    for target in range(communicator.world_size):
-        parts = [packed[i] for i in plan.of_rank(target) if i in packed]
+    by_rank = plan.by_rank()
+    for of_target in by_rank:
+        parts = [packed[i] for i in of_target if i in packed]
         sent += parts
         sent_counts.append(sum(len(part) for part in parts))
-    wanted = sorted(plan.of_rank(rank), key=lambda i: (sources[images[i].sequence], i))
+    wanted = sorted(by_rank[rank], key=lambda i: (sources[images[i].sequence], i))
     for i in wanted:
         received_counts[sources[images[i].sequence]] += images[i].data_bytes
     received = communicator.cpu_group.exchange_rows(

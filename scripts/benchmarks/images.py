@@ -84,8 +84,8 @@ class EveryRank(ImagePlan):
 
     __slots__ = ()
 
-    def of_rank(self, rank: int) -> list[int]:
-        return list(range(len(self.owners)))
+    def by_rank(self) -> list[list[int]]:
+        return [list(range(len(self.owners)))] * len(self.loads)
 
 
 def on_every_rank(tower: TowerCost, images: Sequence[ImageSize], world_size: int) -> EveryRank:

@@ -19,12 +19,12 @@ def test_images_go_to_the_rank_with_the_least_work_the_longest_first():
     assert plan.loads == (10, 9)
     assert plan.imbalance == 10 / 9.5
     assert plan.seconds == 10e-9
-    assert [plan.of_rank(rank) for rank in (0, 1)] == [[0, 1], [2, 3]]
+    assert plan.by_rank() == [[0, 1], [2, 3]]
 
 
 def test_ranks_without_an_image_stand_in_with_the_cheapest():
     plan = place_images([6, 2], 4)
-    assert [plan.of_rank(rank) for rank in range(4)] == [[0], [1], [1], [1]]
+    assert plan.by_rank() == [[0], [1], [1], [1]]
     assert plan.loads == (6, 2, 0, 0)
 
 
