@@ -46,7 +46,6 @@ from hf_flexseq.hf.model.shared_prefixes import OFF
 from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
-from hf_flexseq.pipeline.exchange import chunk_routes
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.planning import PipelineOptions
 from hf_flexseq.pipeline.planning.job import StagesJob
@@ -56,7 +55,7 @@ from hf_flexseq.pipeline.planning.walk import check_step
 from hf_flexseq.pipeline.reduction import equalise, reduce_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import Stage, cut
-from hf_flexseq.pipeline.step import RankChunks, traced
+from hf_flexseq.pipeline.step import RankChunks, chunk_routes, traced
 from hf_flexseq.pipeline.trainer.checks import check_divides
 from hf_flexseq.pipeline.trainer.loading import stage_of
 from hf_flexseq.pipeline.ulysses import Sharing
