@@ -240,7 +240,7 @@ class PipelineEngine(FlexSeqEngine):
             lookahead,
             dispatch=self.dispatch,
             check=check_step,
-            read=StepPlan.from_json,
+            read=StepPlan.from_record,
             first_number=first_number,
             what=what,
             images=reader_of_text(config, "the stages of a pipeline take text"),
