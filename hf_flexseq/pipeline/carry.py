@@ -26,10 +26,11 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.recurrent.carry import Carried, Carry, CarryKey, Part
+from hf_flexseq.attention.recurrent.carry import Carried, Carry, CarryKey
 from hf_flexseq.base.layers import Reach, Scores
 from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.plan.shard import Slice
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -38,8 +39,10 @@ class CutPart:
     """The part of a sequence that a chunk begins with, and its queries' keys, made once per chunk:
     on CUDA segments copy their lengths to the device."""
 
-    def __init__(self, part: Part, kernel: Kernel, device: torch.device) -> None:
+    def __init__(self, part: Slice, length: int, kernel: Kernel, device: torch.device) -> None:
+        """length: tokens of the whole sequence. kernel: of the stage's attention."""
         self.part = part
+        self.length = length
         self.kernel = kernel
         self._device = device
         self._reads: dict[Reach, CutRead] = {}
@@ -133,7 +136,7 @@ class CarriedKeys(Carried):
             self._dv = None
         return dq, dkv[0], dkv[1]
 
-    def _store(self, part: Part, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _store(self, part: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [tokens, kv_heads, head_dim] into the buffer, unless this is a replay.
         Raises WrongOrder when the part is not the next one."""
         if not self.goes_forward(part):

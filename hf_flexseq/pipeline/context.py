@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
-from hf_flexseq.attention.recurrent.carry import CarriedState, Carry, Carrying, Part
+from hf_flexseq.attention.recurrent.carry import CarriedState, Carry, Carrying
 from hf_flexseq.attention.remat import Hook, checkpointed_region
 from hf_flexseq.attention.replay import CutAttention
 from hf_flexseq.base.layers import Reach
@@ -72,7 +72,7 @@ class ChunkContext:
         cut = chunk.cut(lengths)
         self._cut: CutPart | None = None
         if cut is not None:
-            self._cut = CutPart(Part(*cut, lengths[cut.sequence]), kernel, device)
+            self._cut = CutPart(cut, lengths[cut.sequence], kernel, device)
 
         # 2. what the attention of all layers does with the tokens of this rank
         programs = _programs_of(chunk, 0 if cut is None else cut.tokens, kernel, sharing, device)
@@ -99,11 +99,8 @@ class ChunkContext:
         assert layer is not None, "a layer without an index cannot carry keys and values"
         cut = None
         if self._cut is not None:
-            part = self._cut.part
-            runs_again = checkpointed_region() is not None
-            carried = self._carry.find(
-                CarriedKeys, layer, part, keeps_grad=keeps_grad, runs_again=runs_again
-            )
+            part, length = self._cut.part, self._cut.length
+            carried = self._carry.find(CarriedKeys, layer, part, length, keeps_grad=keeps_grad)
             cut = CutCall(carried, self._cut)
         return ChunkAttention(self.programs, self.tokens, cut)
 
@@ -118,12 +115,9 @@ class ChunkContext:
             self._replay = replay
             self._recurrent_calls = 0
         self._recurrent_calls += 1
-        layer = (self._layer, self._recurrent_calls)
-        part = self._cut.part
-        runs_again = region is not None
-        carried = self._carry.find(
-            CarriedState, layer, part, keeps_grad=keeps_grad, runs_again=runs_again
-        )
+        call = (self._layer, self._recurrent_calls)
+        part, length = self._cut.part, self._cut.length
+        carried = self._carry.find(CarriedState, call, part, length, keeps_grad=keeps_grad)
         return Carrying(carried, part)
 
 

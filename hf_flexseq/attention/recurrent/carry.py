@@ -18,26 +18,14 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from hf_flexseq.attention.remat import checkpointed_region
+from hf_flexseq.plan.shard import Slice
+
 CarryKey = tuple[Hashable, int]  # (layer, or layer and call in it; sequence)
 
 
 class WrongOrder(RuntimeError):
     """A chunk is not the next one of its sequence, or something was left at the end of a step."""
-
-
-class Part(NamedTuple):
-    """The part of a cut sequence that a chunk begins with."""
-
-    sequence: int
-    """Id of the sequence."""
-    start: int
-    stop: int
-    """One past its last token."""
-    length: int
-    """Tokens of the whole sequence."""
-
-    def __str__(self) -> str:
-        return f"[{self.start}, {self.stop})"
 
 
 class Carry:
@@ -50,19 +38,19 @@ class Carry:
         self,
         kind: "type[Kind]",
         layer: Hashable,
-        part: Part,
+        part: Slice,
+        length: int,
         *,
         keeps_grad: bool,
-        runs_again: bool = False,
     ) -> "Kind":
         """Return the record of the sequence to which `part` belongs, which begins with the
-        sequence's first chunk.
+        sequence's first chunk. With a part in a checkpointed region it is over with the step.
 
         kind: of the record
         layer: the layer, or also the number of the call in it
+        length: tokens of the whole sequence
         keeps_grad: True if a backward will follow; otherwise the sequence is over with its last
             chunk's forward
-        runs_again: True if the part is in a checkpointed region; then it is over with the step
 
         Raises WrongOrder when the first part that is seen is not the sequence's first.
         """
@@ -72,10 +60,10 @@ class Carry:
                 raise WrongOrder(
                     f"layer {layer}: sequence {part.sequence} begins at {part.start} instead of 0"
                 )
-            self._carried[key] = kind(self, key, part.length, keeps_grad=keeps_grad)
+            self._carried[key] = kind(self, key, length, keeps_grad=keeps_grad)
         carried = self._carried[key]
         assert isinstance(carried, kind), f"{carried} is of another kind"
-        carried.runs_again |= runs_again
+        carried.runs_again |= checkpointed_region() is not None
         return carried
 
     def drop(self, key: CarryKey) -> None:
@@ -108,24 +96,28 @@ class Carried:
         """True if no backward is missing, though replays may have been."""
         return self.stored == self.length and not self.keeps_grad
 
-    def goes_forward(self, part: Part) -> bool:
+    def goes_forward(self, part: Slice) -> bool:
         """Move the forward mark to the end of a part, or return False for its replay. Raises
         WrongOrder when the part is not the next one."""
         if self.is_over or (self.stored == self.length and part.stop == self.drained):
             return False
         if part.start != self.stored or part.stop > self.length:
-            raise WrongOrder(f"{self}: the forward of {part} is not the next one")
+            raise WrongOrder(
+                f"{self}: the forward of [{part.start}, {part.stop}) is not the next one"
+            )
         self.stored = part.stop
         if self.is_over and not self.runs_again:
             self._carry.drop(self._key)
         return True
 
-    def check_next_backward(self, part: Part) -> None:
+    def check_next_backward(self, part: Slice) -> None:
         """Raise WrongOrder when a part is not the next one to go backward."""
         if self.stored < self.length or part.stop != self.drained:
-            raise WrongOrder(f"{self}: the backward of {part} is not the next one")
+            raise WrongOrder(
+                f"{self}: the backward of [{part.start}, {part.stop}) is not the next one"
+            )
 
-    def went_backward(self, part: Part) -> None:
+    def went_backward(self, part: Slice) -> None:
         """Move the backward mark to the start of a part."""
         self.drained = part.start
         if self.drained == 0:
@@ -155,7 +147,7 @@ class Carrying(NamedTuple):
     """One call of a recurrent layer on a chunk whose first segment is part of a cut sequence."""
 
     carried: CarriedState
-    part: Part
+    part: Slice
 
     def given(self) -> torch.Tensor | None:
         """Return the value from which the part continues; None at the start of its sequence.
@@ -173,7 +165,7 @@ class Carrying(NamedTuple):
         carried, part = self
         if not carried.goes_forward(part):
             return
-        if part.stop < part.length:
+        if part.stop < carried.length:
             carried.values[part.stop] = value
         if not (carried.keeps_grad or carried.runs_again):
             carried.values.pop(part.start, None)
