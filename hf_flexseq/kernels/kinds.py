@@ -54,7 +54,10 @@ def choose_kernels(
     for kind in kinds:
         for key in _keys(kind):
             if key not in chosen:
-                chosen[key] = _named(kind.name, device, dtype, key)
+                with in_errors(kind.name):
+                    chosen[key] = choose_kernel(
+                        device, dtype, key.head_dim, window=key.window, softcap=key.softcap
+                    )
             kernel = chosen[key]
             if isinstance(kernel, CudaFlash) and not (key.window or key.softcap):
                 own = [Heads(*heads, kind.head_dim, dtype) for heads in sorted(kind.heads)]
@@ -106,10 +109,3 @@ def _keys(kind: LayerCalls) -> list[_CallProperties]:
     if not kind.window:
         return [whole]
     return [_CallProperties(kind.head_dim, True, kind.softcap), whole]
-
-
-def _named(layer: str, device: torch.device, dtype: torch.dtype, calls: _CallProperties) -> Kernel:
-    """Return the kernel for such calls. Raises ValueError that names the layer."""
-    head_dim, window, softcap = calls
-    with in_errors(layer):
-        return choose_kernel(device, dtype, head_dim, window=window, softcap=softcap)

@@ -143,7 +143,7 @@ class PlannerWorker:
             if self._job.is_quick and not facts:
                 self._first_lengths = tokens
                 return
-        self._send({"id": step, "lengths": tokens, **facts.to_record()})
+        self._send({"id": step, "lengths": tokens, "facts": facts.to_record()})
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Wait for an answer, or for the end of the process. See `Planner.wait`."""

@@ -1,7 +1,7 @@
 """Planning in a process of its own: JSON lines in, JSON lines out. `client.py` is the other end.
 
     stdin   {"job": {"kind": "groups", ...}}           the job for what follows, as in `jobs.py`
-            {"id": 7, "lengths": [...]}                any number of requests, and of other jobs
+            {"id": 7, "lengths": [...], "facts": ...}  any number of requests, and of other jobs
     stdout  {"id": 7, "plan": {...}}                   one answer each, in order
             {"id": 7, "error": {"kind": "PlanInfeasible", "message": "..."}}
 
@@ -38,7 +38,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
             job = job_from_record(request["job"])
             continue
         assert job is not None, "a job comes before the first request"
-        facts = StepFacts.from_record(request)
+        facts = StepFacts.from_record(request["facts"])
         answer = {"id": request["id"], **_answer(job, request["lengths"], facts)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
