@@ -90,7 +90,7 @@ def traced(step: RankChunks, trace: PlanTrace, cost: PipelineCost, whole: CostMo
     return {
         "stages": plans[0].stages,
         "chunks": max(len(plan.chunks) for plan in plans),
-        "predicted_s": max(plan.objective_s for plan in plans),
+        "predicted_s": step.plan.objective_s,
         "measured_s": measured_s,
         "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
     }

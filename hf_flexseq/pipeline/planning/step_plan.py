@@ -34,17 +34,6 @@ class StepPlan(Record):
         """Predicted seconds of the step, on its slowest replica."""
         return max((plan.objective_s for plan in self.plans), default=0.0)
 
-    @property
-    def planner(self) -> str:
-        """Name of the replicas' schedule."""
-        schedules = dict.fromkeys(plan.schedule for plan in self.plans)
-        return "+".join(schedules)
-
-    @property
-    def planning_s(self) -> float:
-        """Seconds that planning took, summed over replicas."""
-        return sum(plan.planning_s for plan in self.plans)
-
     def chunks(self, replica: int) -> tuple[Chunk, ...]:
         """Return the replica's chunks, with sequence ids of the whole step."""
         sequence_of = self.members[replica]  # index in the replica's plan -> id in the step
