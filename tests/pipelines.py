@@ -1,10 +1,19 @@
 """Pipeline costs and plans for tests."""
 
-from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
+from contextlib import ExitStack
+from unittest.mock import patch
+
+from hf_flexseq.pipeline.planning import (
+    PipelineOptions,
+    auto_schedule,
+    fixed_orders,
+    make_pipeline_plan,
+)
 from hf_flexseq.pipeline.planning.plan import Chunk, PipelinePlan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost, chunk_costs, shape_of
 from hf_flexseq.pipeline.planning.walk import timed
 from hf_flexseq.plan.shard import Slice
+from hf_flexseq.published.infinipipe import planner as infinipipe
 
 
 def stage_cost(**changed):
@@ -34,6 +43,7 @@ def plan_of(actions, *, sizes=(), tokens=8, stages=None, **fields):
         "stages": stages or len(actions),
         "chunks": chunks,
         "actions": tuple(actions),
+        "checkpointed": (),
         "schedule": "test",
         "objective_s": 0.0,
         "planning_s": 0.0,
@@ -41,9 +51,19 @@ def plan_of(actions, *, sizes=(), tokens=8, stages=None, **fields):
     return PipelinePlan(**values | fields)
 
 
-def pipelined(lengths, cost, **options):
-    """The plan of `make_pipeline_plan` with these options."""
-    return make_pipeline_plan(lengths, cost, PipelineOptions(**options))
+def pipelined(lengths, cost, *, chunks=None, **options):
+    """The plan of `make_pipeline_plan` with these options. chunks: of the longest sequence; None
+    lets the planner choose."""
+    with ExitStack() as stack:
+        if chunks is not None:
+
+            def target(task, work, factor):
+                return work.between(0, max(task.lengths)) / chunks
+
+            stack.enter_context(patch.object(auto_schedule, "_target", target))
+            stack.enter_context(patch.object(fixed_orders, "SEQ1F1B_CHUNKS", chunks))
+            stack.enter_context(patch.object(infinipipe, "COUNTS", (chunks,)))
+        return make_pipeline_plan(lengths, cost, PipelineOptions(**options))
 
 
 def even_cost(stages, *, forward_ns=1000, tokens=8):

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_flexseq.attention.programs import MicroBatchPrograms, layer_shape
-from hf_flexseq.attention.remat import Kept, KeptAttention, Region, in_shapes, kept_region
+from hf_flexseq.attention.remat import Kept, KeptAttention, Region, kept_region
 from hf_flexseq.attention.replay import CutAttention, Tensors
 from hf_flexseq.base.layers import FULL, Reach, Scores
 from hf_flexseq.kernels import lse_dtype
@@ -174,17 +174,15 @@ class _CheckpointedAttention(torch.autograd.Function):
         if not region.replays:
             store.put(region, kept)
         ctx.layer = layer
-        ctx.lse_shapes = kept.shapes
         # What is kept must not come to hold the graph.
         out = kept.out.detach()
-        ctx.save_for_backward(*inputs, out, kept.flat)
+        ctx.save_for_backward(*inputs, out, *kept.others)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of `_Layer.gradients` from dout [tokens, heads, head_dim]."""
-        q, k, v, sinks, out, flat_lse = ctx.saved_tensors
-        lses = in_shapes(flat_lse, ctx.lse_shapes)
+        q, k, v, sinks, out, *lses = ctx.saved_tensors
         inputs = (q, k, v, out, dout.contiguous(), sinks, *lses)
         return None, None, *ctx.layer.gradients(BACKWARD_OF_ROWS, inputs)

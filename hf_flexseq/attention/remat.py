@@ -40,7 +40,7 @@ confuses it with a forward that never had a backward.
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -87,26 +87,15 @@ class Kept(NamedTuple):
 
     out: torch.Tensor
     """The result, [tokens, heads, head_dim] of this rank in attention."""
-    flat: torch.Tensor
-    """[elements] Other inputs of the backward, concatenated: in attention, all log-sum-exps."""
-    shapes: tuple[torch.Size, ...]
-    """The shape of each of these, e.g. [tokens, heads] of a ring's log-sum-exp."""
+    others: tuple[torch.Tensor, ...]
+    """Other inputs of the backward: in attention, the log-sum-exp of each zone."""
     version: int
     """The version of `out` when it was kept; torch counts it up at every write."""
 
     @classmethod
-    def of(cls, out: torch.Tensor, others: Sequence[torch.Tensor] = ()) -> "Kept":
-        """Return the tensors to keep of a call. out: its result. others: further tensors that its
-        backward needs, of one dtype; in attention the log-sum-exp of each zone."""
-        parts = [other.flatten() for other in others]  # [tokens, heads] or the like -> [elements]
-        if not parts:
-            parts = [out.new_empty(0)]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)  # -> [all elements]
-        return cls(out, flat, tuple(other.shape for other in others), out._version)
-
-    def others(self) -> list[torch.Tensor]:
-        """Return the other kept tensors, in their shapes."""
-        return in_shapes(self.flat, self.shapes)
+    def of(cls, out: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> "Kept":
+        """Return the result of a call, and further tensors that its backward needs, to be kept."""
+        return cls(out, tuple(others), out._version)
 
     def take(self) -> "Kept":
         """Return this, or raise RuntimeError when the model has written to the result."""
@@ -122,24 +111,16 @@ class KeptOnHost(NamedTuple):
     """The tensors of a `Kept`, on the host."""
 
     out: HostTensor
-    flat: HostTensor
-    shapes: tuple[torch.Size, ...]
+    others: tuple[HostTensor, ...]
 
     @classmethod
     def of(cls, kept: Kept, host: HostStore) -> "KeptOnHost":
         """Return `kept` on the host; it leaves the device from now on."""
-        return cls(host.put(kept.out), host.put(kept.flat), kept.shapes)
+        return cls(host.put(kept.out), tuple(map(host.put, kept.others)))
 
     def take(self) -> Kept:
         """Return it on the device."""
-        out = self.out.take()
-        return Kept(out, self.flat.take(), self.shapes, out._version)
-
-
-def in_shapes(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Return the tensors that a flat one holds, one after the other: [elements] -> views."""
-    parts = flat.split([shape.numel() for shape in shapes]) if shapes else ()
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return Kept.of(self.out.take(), [other.take() for other in self.others])
 
 
 def kept_region(kept: "KeptAttention | None") -> Region | None:

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_flexseq.base.reading import DEFAULT_LIMITS, Limits, parse_json, read_text
-from hf_flexseq.base.values import MAX_TOKENS, are_whole, fields_of, items, quoted, whole
+from hf_flexseq.base.values import (
+    MAX_TOKENS,
+    are_whole,
+    fields_of,
+    in_errors,
+    items,
+    quoted,
+    whole,
+)
 
 # Default columns, in order of preference.
 USUAL_COLUMNS = ("length", "input_ids")
@@ -63,7 +71,7 @@ def read_lengths(
     column, None for the default. limits: on reading.
     """
     path = Path(path)
-    try:
+    with in_errors(path):
         if path.is_dir():
             values = _saved_dataset(path, column, limits)
         elif path.suffix == ".parquet":
@@ -71,8 +79,6 @@ def read_lengths(
         else:
             values = _text(read_text(path, limits), column, limits)
         return _checked(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def parse_groups(text: str, limits: Limits = DEFAULT_LIMITS) -> list[tuple[int, list[int]]] | None:
@@ -93,7 +99,8 @@ def parse_groups(text: str, limits: Limits = DEFAULT_LIMITS) -> list[tuple[int, 
         branches = row[GROUP_COLUMNS[1]]
         if not isinstance(branches, list):
             raise ValueError(f"line {number}: branches {quoted(branches)} are no list of tokens")
-        prefix, *tokens = _checked([row[GROUP_COLUMNS[0]], *branches])
+        with in_errors(f"line {number}"):
+            prefix, *tokens = _checked([row[GROUP_COLUMNS[0]], *branches])
         if not tokens:
             raise ValueError(f"line {number} has no branches")
         groups.append((prefix, tokens))
@@ -116,14 +123,12 @@ def parse_images(
         row = _json(line, f"line {number}", limits)
         if not rows and not _counts_images(row):
             return None
-        try:
+        with in_errors(f"line {number}"):
             row = fields_of(row, "a row with images", needed=IMAGE_COLUMNS)
             tokens = whole("text", row["text"], most=MAX_TOKENS)
             images = [_patches(image) for image in items("images", row["images"])]
             if not tokens and not images:
                 raise ValueError("a row needs tokens of text, or images")
-        except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from error
         count += len(images)
         limits.refuse_above("lengths", count, f"has {count:,} images")
         rows.append((tokens, images))

@@ -4,12 +4,13 @@ again by their annotations.
     linear_s: Positive                                   a number above 0
     bandwidths: tuple[tuple[Whole, Positive], ...]       a list of pairs
     kernel: AttentionKernel | None = None                a record, left out where there is none
+    lengths: Annotated[tuple[int, ...], Form(...)]       read and written by functions of its own
 
 Numbers that are annotated `float` are written as floats, so that equal records have equal digests.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin
@@ -37,6 +38,15 @@ class Bounds(NamedTuple):
     most: float = MAX_BYTES
     above: bool = False
     """True if the number is above 0."""
+
+
+class Form(NamedTuple):
+    """How a field is read that has too many values for a check of each in every constructor."""
+
+    read: Callable[[str, Any], Any]
+    """Returns the value that has a name and these JSON values. Raises ValueError for others."""
+    write: Callable[[Any], Any]
+    """Returns the JSON values of the value."""
 
 
 Amount = Annotated[float, Bounds()]
@@ -97,6 +107,7 @@ class _Parts(NamedTuple):
     kind: Any
     inner: tuple[Any, ...]
     bounds: Bounds
+    form: Form | None
     is_optional: bool
 
 
@@ -105,10 +116,12 @@ def _parts(hint: Any) -> _Parts:
     """Return the parts of an annotation."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Annotated:
-        return _parts(inner[0])._replace(bounds=inner[1])
+        added = inner[1]
+        name = "form" if isinstance(added, Form) else "bounds"
+        return _parts(inner[0])._replace(**{name: added})
     if kind in (Union, UnionType):
         return _parts(inner[0])._replace(is_optional=True)
-    return _Parts(kind or hint, inner, Bounds(), False)
+    return _Parts(kind or hint, inner, Bounds(), None, False)
 
 
 def _each(name: str, value: Any, inner: tuple[Any, ...]) -> list[tuple[Any, Any]]:
@@ -123,8 +136,8 @@ def _each(name: str, value: Any, inner: tuple[Any, ...]) -> list[tuple[Any, Any]
 
 def _check(name: str, value: Any, hint: Any) -> None:
     """Raise ValueError unless a value fits its annotation; records have checked theirs."""
-    kind, inner, bounds, is_optional = _parts(hint)
-    if value is None and is_optional:
+    kind, inner, bounds, form, is_optional = _parts(hint)
+    if form is not None or (value is None and is_optional):
         return
     if kind is tuple:
         for one, of_one in _each(name, value, inner):
@@ -142,7 +155,9 @@ def _check(name: str, value: Any, hint: Any) -> None:
 
 def _written(value: Any, hint: Any) -> Any:
     """Return a value as JSON values."""
-    kind, inner, _, _ = _parts(hint)
+    kind, inner, _, form, _ = _parts(hint)
+    if form is not None:
+        return form.write(value)
     if value is None:
         return None
     if kind is tuple:
@@ -154,7 +169,9 @@ def _written(value: Any, hint: Any) -> Any:
 
 def _read(name: str, value: Any, hint: Any) -> Any:
     """Return the value of a field from JSON values, for the constructor to check."""
-    kind, inner, _, is_optional = _parts(hint)
+    kind, inner, _, form, is_optional = _parts(hint)
+    if form is not None:
+        return form.read(name, value)
     if kind is tuple:
         return tuple(_read(name, one, of_one) for one, of_one in _each(name, value, inner))
     if not hasattr(kind, "from_record") or (value is None and is_optional):

@@ -120,9 +120,9 @@ PIPELINE_SCHEDULES: Mapping[str, PlannerEntry] = {
 PIPELINE_MIXIN = "hf_flexseq.pipeline.trainer.mixin:PipelineMixin"
 # `module:class` of a planner's `Job`, of the kind `stages`
 PIPELINE_JOB = "hf_flexseq.pipeline.planning.job:StagesJob"
-# `module:function` that returns the `RecordedStep` of a record in a file of plans
-PIPELINE_STEP = "hf_flexseq.pipeline.planning.files:pipeline_step"
-# `module:function` that returns the `Timeline` of such a step
+# `module:class` of the plan of one pipeline, as files of plans have it
+PIPELINE_PLAN = "hf_flexseq.pipeline.planning.plan:PipelinePlan"
+# `module:function` that returns the `Timeline` of such a plan's step
 PIPELINE_TIMELINE = "hf_flexseq.pipeline.planning.timeline:timeline_of_step"
 
 

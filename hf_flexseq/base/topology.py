@@ -6,13 +6,17 @@ every launcher does.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
+from hf_flexseq.base.records import Constants
 from hf_flexseq.base.values import MAX_RANKS, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Topology:
+class Topology(Constants):
     """Equal nodes; rank r is on node r // ranks_per_node."""
+
+    what: ClassVar[str] = "a topology"
 
     nodes: int
     """Number of nodes."""

@@ -7,7 +7,8 @@ shorter than `LINE` characters, that names the value.
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import countOf
 from typing import Any
 
@@ -88,6 +89,15 @@ def listed(names: Sequence[str]) -> str:
     first = ", ".join(names[:NAMES_LISTED])
     others = len(names) - NAMES_LISTED
     return first if others <= 0 else f"{first} and {others} others"
+
+
+@contextmanager
+def in_errors(place: object) -> Iterator[None]:
+    """Begin a ValueError of the block with a place, such as the path of a file that it reads."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 # ---- single values

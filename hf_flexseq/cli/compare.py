@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from itertools import islice
 
 from hf_flexseq.base.registry import PLANNERS
-from hf_flexseq.base.values import several
+from hf_flexseq.base.values import in_errors, several
 from hf_flexseq.cli.plan import (
     in_steps,
     plan_options,
@@ -283,10 +283,8 @@ def _plans(
     plans = []
     for number, step in enumerate(steps):
         progress.now(f"{name}: planning step {number}, {number} of {len(steps)} done")
-        try:
+        with in_errors(f"step {number}"):
             plans.append(planned(step, options, cost, planner=planner, sp_degree=sp_degree))
-        except ValueError as error:
-            raise ValueError(f"step {number}: {error}") from error
     return plans
 
 

@@ -15,7 +15,7 @@ from hf_flexseq.base.lengths import (
 )
 from hf_flexseq.base.reading import read_text
 from hf_flexseq.base.registry import PLANNERS
-from hf_flexseq.base.values import several
+from hf_flexseq.base.values import in_errors, several
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.presets import PRESETS, load_cost_model
 from hf_flexseq.plan import Plan
@@ -67,23 +67,19 @@ def read_rows(path: str, options: Namespace) -> SharedRows:
 
 def text_of(path: str, options: Namespace) -> str:
     """Return the text of a file; `-` is stdin. Raises ValueError that names the file."""
-    try:
+    with in_errors(path):
         return read_text(path, options.limits)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def parse_rows(text: str, path: str, options: Namespace) -> SharedRows:
     """Return the rows of the text of such a file. Raises ValueError that names the file."""
-    try:
+    with in_errors(path):
         pictured = None if options.column else parse_images(text, options.limits)
         if pictured is not None:
             return _with_images(pictured, options)
         groups = None if options.column else parse_groups(text, options.limits)
         if groups is None:
             return SharedRows(rows=tuple(parse_lengths(text, options.column, options.limits)))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     rows: list[int] = []
     units = []
     for prefix, branches in groups:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hf_flexseq import __version__
 from hf_flexseq.base.reading import BeyondLimit
-from hf_flexseq.base.values import printable, several
+from hf_flexseq.base.values import in_errors, printable, several
 from hf_flexseq.cli.compare import COLUMNS, ROW_BY_ROW, Result, columns_of, results_of
 from hf_flexseq.cli.plan import in_steps, parse_rows, read_rows, summary, text_of
 from hf_flexseq.cli.view import drawn
@@ -124,7 +124,7 @@ def _source(options: Namespace) -> tuple[SharedRows, StepsFile | None]:
     text = text_of(options.plan, options)
     if not text.lstrip().startswith("{") or not _PLAN.search(text):
         return parse_rows(text, options.plan, options), None
-    try:
+    with in_errors(options.plan):
         file = parse_steps(text, options.limits)
         rows: list[int] = []
         for line in _last_runs(file):
@@ -132,8 +132,6 @@ def _source(options: Namespace) -> tuple[SharedRows, StepsFile | None]:
             rows += SharedRows.of_plan(plan).rows if isinstance(plan, Plan) else plan.lengths
         if not rows:
             raise ValueError("no step has a sequence")
-    except ValueError as error:
-        raise ValueError(f"{options.plan}: {error}") from error
     return SharedRows(rows=tuple(rows)), file
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from hf_flexseq.base.records import Amount, Bounds, Constants, Seconds
-from hf_flexseq.plan.images import ImagePlacement, ImageSize, place_images
+from hf_flexseq.plan.images import ImagePlan, ImageSize, place_images
 
 # Fewest patches of a token, so that the tokens of any image can be counted.
 LEAST_PATCHES = 1e-3
@@ -118,17 +118,13 @@ class TowerCost(Constants):
             nanoseconds[image.sequence] += self.image_ns(image)
         return nanoseconds
 
-    def placed(self, images: Sequence[ImageSize], world_size: int) -> ImagePlacement:
-        """Return on which rank each of a step's images, at least one, is encoded."""
-        costs = [self.image_ns(image) for image in images]
-        return place_images(costs, world_size)
-
-    def held_bytes(self, images: Sequence[ImageSize], placement: ImagePlacement) -> float:
-        """Return the bytes of the rank that holds most for images during a step: the graph of
-        those that it encodes, and an even share of all features."""
-        world_size = len(placement.loads)
+    def placed(self, images: Sequence[ImageSize], world_size: int) -> ImagePlan:
+        """Return on which rank each of a step's images, at least one, is encoded. A rank holds the
+        graph of those that it encodes, and an even share of all features."""
+        plan = place_images([self.image_ns(image) for image in images], world_size)
         patches = [0] * world_size
-        for image, owner in zip(images, placement.owners, strict=True):
+        for image, owner in zip(images, plan.owners, strict=True):
             patches[owner] += image.patches
         tokens = sum(image.tokens for image in images) / world_size
-        return max(patches) * self.patch_bytes + tokens * self.token_bytes
+        held_bytes = max(patches) * self.patch_bytes + tokens * self.token_bytes
+        return replace(plan, held_bytes=held_bytes)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_flexseq.base.values import in_errors
 from hf_flexseq.kernels import Kernel, KernelCall
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.cuda_flash import CudaFlash
@@ -53,7 +54,10 @@ def choose_kernels(
     for kind in kinds:
         for key in _keys(kind):
             if key not in chosen:
-                chosen[key] = _named(kind.name, device, dtype, key)
+                with in_errors(kind.name):
+                    chosen[key] = choose_kernel(
+                        device, dtype, key.head_dim, window=key.window, softcap=key.softcap
+                    )
             kernel = chosen[key]
             if isinstance(kernel, CudaFlash) and not (key.window or key.softcap):
                 own = [Heads(*heads, kind.head_dim, dtype) for heads in sorted(kind.heads)]
@@ -105,12 +109,3 @@ def _keys(kind: LayerCalls) -> list[_CallProperties]:
     if not kind.window:
         return [whole]
     return [_CallProperties(kind.head_dim, True, kind.softcap), whole]
-
-
-def _named(layer: str, device: torch.device, dtype: torch.dtype, calls: _CallProperties) -> Kernel:
-    """Return the kernel for such calls. Raises ValueError that names the layer."""
-    head_dim, window, softcap = calls
-    try:
-        return choose_kernel(device, dtype, head_dim, window=window, softcap=softcap)
-    except ValueError as error:
-        raise ValueError(f"{layer}: {error}") from error

@@ -115,25 +115,9 @@ class HostStore:
     # ---- figures
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of the tensors that are on the host."""
-        self._collect()
-        return self._used_bytes
-
-    @property
     def peak_bytes(self) -> int:
-        """The most that `used_bytes` has been."""
+        """The most bytes of tensors that have been on the host at a time."""
         return self._peak_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the host's memory that are held for tensors; pinned, for a GPU."""
-        return self._pages.held_bytes
-
-    @property
-    def leaving(self) -> int:
-        """Number of tensors whose memory on the device is not free yet."""
-        return len(self._leaving)
 
     # ---- out
 

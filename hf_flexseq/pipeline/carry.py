@@ -1,19 +1,13 @@
 """Keys and values of a sequence's earlier chunks, and their gradients, from one chunk to the next.
 
 A chunk's queries read [the prefix of their own sequence | their own chunk], causally, as far as
-the window or the chunk of the layer reaches. For each (layer, sequence):
+the window or the chunk of the layer reaches. For each (layer, sequence), in the order that
+`attention/recurrent/carry.py` demands:
 
     forward     write the chunk's K, V into one buffer of the sequence's length, and attend to
                 prefix and chunk in one kernel call
     backward    the prefix's dK, dV are added to a second buffer; the chunk's own are returned
                 together with the dK, dV that later chunks have added for it
-
-Chunks of a sequence go forward in order and backward in the opposite one (Seq1F1B, arXiv
-2406.03488). Any other order would silently give wrong gradients, so a forward mark (positions
-stored) and a backward mark (positions not yet drained) are kept, and another order raises. A chunk
-that is stored already and is next in the backward is the replay of a checkpointed layer: it finds
-its K, V. If K and V need no gradient, no backward ends the replays, and they stay until the step
-ends.
 
 Both buffers are written in place and sliced, where Seq1F1B's code joins the whole prefix anew for
 every chunk and layer and holds K, V twice. The second buffer is the kernel's result for the prefix
@@ -32,10 +26,11 @@ from typing import NamedTuple
 
 import torch
 
-from hf_flexseq.attention.recurrent.carry import Part, WrongOrder
+from hf_flexseq.attention.recurrent.carry import Carried, Carry, CarryKey
 from hf_flexseq.base.layers import Reach, Scores
 from hf_flexseq.kernels import Kernel, KernelCall, lse_dtype
 from hf_flexseq.kernels.segments import Segments
+from hf_flexseq.plan.shard import Slice
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -44,8 +39,11 @@ class CutPart:
     """The part of a sequence that a chunk begins with, and its queries' keys, made once per chunk:
     on CUDA segments copy their lengths to the device."""
 
-    def __init__(self, part: Part, device: torch.device) -> None:
+    def __init__(self, part: Slice, length: int, kernel: Kernel, device: torch.device) -> None:
+        """length: tokens of the whole sequence. kernel: of the stage's attention."""
         self.part = part
+        self.length = length
+        self.kernel = kernel
         self._device = device
         self._reads: dict[Reach, CutRead] = {}
 
@@ -74,75 +72,14 @@ class CutRead(NamedTuple):
     """Lengths of the kernel call over these keys."""
 
 
-class KVCarry:
-    """Everything that one stage carries, by (layer, sequence)."""
+class CarriedKeys(Carried):
+    """Keys and values of one sequence in one layer, and their gradients."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-        self._carried: dict[tuple[int, int], Carried] = {}
-
-    def at(
-        self,
-        layer: int,
-        part: Part,
-        *,
-        keeps_grad: bool,
-        runs_again: bool = False,
-    ) -> "Carried":
-        """Return the keys and values that `layer` carries of the sequence to which `part` belongs,
-        beginning with the sequence's first chunk.
-
-        keeps_grad: True if a backward will follow; otherwise the sequence is over with its last
-            chunk's forward
-        runs_again: True if the part is in a checkpointed region; then it is over with the step
-
-        Raises WrongOrder when the first part that is seen is not the sequence's first.
-        """
-        key = (layer, part.sequence)
-        if key not in self._carried:
-            if part.start:
-                raise WrongOrder(
-                    f"layer {layer}: sequence {part.sequence} begins at {part.start} instead of 0"
-                )
-            self._carried[key] = Carried(self, key, part.length, keeps_grad=keeps_grad)
-        carried = self._carried[key]
-        carried.runs_again |= runs_again
-        return carried
-
-    def drop(self, key: tuple[int, int]) -> None:
-        """Forget a sequence that is over. key: (layer, sequence)"""
-        del self._carried[key]
-
-    def check_empty(self) -> None:
-        """Raise WrongOrder unless all begun sequences have been drained; forget all of them."""
-        left = [str(carried) for carried in self._carried.values() if not carried.is_over]
-        self._carried.clear()
-        if left:
-            raise WrongOrder(f"the step is over, but not drained: {', '.join(left)}")
-
-
-class Carried:
-    """Keys and values of one sequence in one layer, and their gradients. Positions before `stored`
-    are written, those from `drained` on have gone backward."""
-
-    def __init__(
-        self, carry: KVCarry, key: tuple[int, int], length: int, *, keeps_grad: bool
-    ) -> None:
-        self._carry = carry
-        self._key = key  # (layer, sequence)
-        self._keeps_grad = keeps_grad
-        self.runs_again = False  # True if a part is in a checkpointed region
-        self.length = length
-        self.stored = 0
-        self.drained = length
+    def __init__(self, carry: Carry, key: CarryKey, length: int, *, keeps_grad: bool) -> None:
+        super().__init__(carry, key, length, keeps_grad=keeps_grad)
         self._kv: torch.Tensor | None = None  # [2, length, kv_heads, head_dim]
         self._dk: torch.Tensor | None = None  # [start of last chunk, kv_heads, head_dim]
         self._dv: torch.Tensor | None = None  # as _dk
-
-    @property
-    def is_over(self) -> bool:
-        """True if no backward is missing, though replays may have been."""
-        return self.stored == self.length and not self._keeps_grad
 
     def forward(
         self,
@@ -160,10 +97,7 @@ class Carried:
         self._store(part, k, v)
         read = cut.read(reach)
         k, v = self._keys(read.first, part.stop)
-        out, lse = self._carry.kernel.forward(KernelCall(q, k, v, read.segments, *scores))
-        if self.is_over and not self.runs_again:
-            self._carry.drop(self._key)
-        return out, lse
+        return cut.kernel.forward(KernelCall(q, k, v, read.segments, *scores))
 
     def backward(
         self, cut: CutPart, dout: torch.Tensor, saved: Tensors, scores: Scores, reach: Reach
@@ -176,13 +110,12 @@ class Carried:
         """
         part = cut.part
         q, out, lse = saved
-        if self.stored < self.length or part.stop != self.drained:
-            raise WrongOrder(f"{self}: the backward of {part} is not the next one")
+        self.check_next_backward(part)
         # 1. dq [tokens, heads, head_dim]; dk, dv [keys, kv_heads, head_dim]
         read = cut.read(reach)
         k, v = self._keys(read.first, part.stop)
         call = KernelCall(q, k, v, read.segments, *scores)
-        dq, dk, dv = self._carry.kernel.backward(call, dout, out, lse)
+        dq, dk, dv = cut.kernel.backward(call, dout, out, lse)
         # 2. of the chunk's own keys, with what later chunks have left for them
         before = part.start - read.first  # keys of the prefix
         # A copy: what waits for its W must not hold the prefix's, too.
@@ -196,27 +129,22 @@ class Carried:
         if before:
             self._add_to_prefix(read.first, dk[:before], dv[:before])
         # 4. the marks
-        self.drained = part.start
-        if self.drained == 0:
-            self._carry.drop(self._key)
-            # Autograd may still hold this object for a while.
+        self.went_backward(part)
+        if self.drained == 0:  # autograd may still hold this object for a while
             self._kv = None
             self._dk = None
             self._dv = None
         return dq, dkv[0], dkv[1]
 
-    def _store(self, part: Part, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _store(self, part: Slice, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [tokens, kv_heads, head_dim] into the buffer, unless this is a replay.
         Raises WrongOrder when the part is not the next one."""
-        if self.is_over or (self.stored == self.length and part.stop == self.drained):
-            return  # a replay
-        if part.start != self.stored or part.stop > self.length:
-            raise WrongOrder(f"{self}: the forward of {part} is not the next one")
+        if not self.goes_forward(part):
+            return
         if self._kv is None:
             self._kv = k.new_empty(2, self.length, *k.shape[1:])
         self._kv[0, part.start : part.stop] = k
         self._kv[1, part.start : part.stop] = v
-        self.stored = part.stop
 
     def _keys(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return stored k and v [stop - start, kv_heads, head_dim] of positions [start, stop)."""
@@ -239,9 +167,24 @@ class Carried:
         self._dk[first:stop] += dk
         self._dv[first:stop] += dv
 
-    def __str__(self) -> str:
-        layer, sequence = self._key
-        return (
-            f"layer {layer}, sequence {sequence} (stored {self.stored} of {self.length} "
-            f"positions, {self.length - self.drained} drained)"
-        )
+
+class CutCall(NamedTuple):
+    """Attention of one layer over the part of a cut sequence."""
+
+    carried: CarriedKeys
+    cut: CutPart
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, reach: Reach
+    ) -> Tensors:
+        """Return out [tokens, heads, head_dim] and lse [heads, tokens] of q, k and v [tokens,
+        ...]."""
+        return self.carried.forward(self.cut, q, k, v, scores, reach)
+
+    def backward(
+        self, dout: torch.Tensor, saved: Tensors, scores: Scores, reach: Reach
+    ) -> Tensors:
+        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], in lse's
+        dtype."""
+        grads = self.carried.backward(self.cut, dout, saved, scores, reach)
+        return tuple(grad.to(saved[2].dtype) for grad in grads)

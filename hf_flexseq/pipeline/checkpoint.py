@@ -57,30 +57,37 @@ def save_stage(member: StageMember, folder: str, as_stored: Callable[[Tensors], 
         experts into one tensor per expert.
     """
     path = Path(folder)
-    stage = member.stage
     communicator = member.communicator
+    gather = communicator.cpu_group.gather_values
 
-    # 1. who writes what: each rank's file, and the bytes of each tensor in it
-    file = FILE.format(part=stage.index + 1, parts=stage.count)
+    # 1. the tensors of this rank's file
     tensors = _owned_tensors(member)
     with ErrorCapture() as converting:
         tensors = as_stored(tensors)
-    converting.raise_on_all_ranks(communicator.cpu_group.gather_values, f"saving to {folder}")
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    written = communicator.cpu_group.gather_values((file, sizes))
+    converting.raise_on_all_ranks(gather, f"saving to {folder}")
 
     # 2. the folder is there, and empty of what is old
-    if communicator.rank == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        _remove_stale(path)
-        _save_config(stage, path)
-        _save_index(path, written)
-    communicator.cpu_group.barrier()
+    with ErrorCapture() as clearing:
+        if communicator.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            _remove_stale(path)
+            _save_config(member.stage, path)
+    clearing.raise_on_all_ranks(gather, f"clearing {folder}")
 
     # 3. each stage's tensors, in a file of their own
-    if tensors:
-        write_tensors(path / file, tensors, metadata={"format": "pt"})
-    communicator.cpu_group.barrier()
+    file = FILE.format(part=member.stage.index + 1, parts=member.stage.count)
+    with ErrorCapture() as writing:
+        if tensors:
+            write_tensors(path / file, tensors, metadata={"format": "pt"})
+    writing.raise_on_all_ranks(gather, f"writing {folder}")
+
+    # 4. the index, when all files are there
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    written = gather((file, sizes))
+    with ErrorCapture() as indexing:
+        if communicator.rank == 0:
+            _save_index(path, written)
+    indexing.raise_on_all_ranks(gather, f"writing the index of {folder}")
 
 
 def _owned_tensors(member: StageMember) -> Tensors:

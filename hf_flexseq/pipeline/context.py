@@ -3,9 +3,9 @@ context of a micro-batch.
 
 A chunk's row is [the part of a cut sequence | whole sequences], either of which may be missing:
 
-    ChunkContext    the chunk on one stage, with the programs of its attention
+    ChunkContext    the chunk on one stage, with the programs of its attention; and, as a copy, in
+                    one run of a layer, for its recurrent calls
     ChunkAttention  its attention in one layer
-    ChunkInLayer    the chunk in one run of a layer, for its recurrent calls
     CutZone         the part of a cut sequence, which also reads the carry
     CallsZone       the whole sequences, as in a group of one rank
 
@@ -13,18 +13,19 @@ Where ranks share the chunk (`ulysses.py`), both zones are inside an exchange of
 """
 
 import functools
+from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_flexseq.attention.programs import MicroBatchPrograms
-from hf_flexseq.attention.recurrent.carry import Carrying, Part, StateCarry
+from hf_flexseq.attention.recurrent.carry import CarriedState, Carry, Carrying
 from hf_flexseq.attention.remat import Hook, checkpointed_region
-from hf_flexseq.attention.replay import CutAttention, Tensors
-from hf_flexseq.base.layers import Reach, Scores
+from hf_flexseq.attention.replay import CutAttention
+from hf_flexseq.base.layers import Reach
 from hf_flexseq.kernels import Kernel
-from hf_flexseq.pipeline.carry import Carried, CutPart, KVCarry
+from hf_flexseq.pipeline.carry import CarriedKeys, CutCall, CutPart
 from hf_flexseq.pipeline.planning.plan import Chunk
 from hf_flexseq.pipeline.ulysses import Sharing, shared_chunk
 from hf_flexseq.plan import Group
@@ -42,16 +43,13 @@ from hf_flexseq.program.zones import Sinks, ZoneAttention
 class ChunkContext:
     """A chunk on a stage. A plain class, as `SequenceContext` is, and for the same reason."""
 
-    __slots__ = ("_cut", "calls", "carry", "checkpointed", "programs", "states", "tokens")
-
     def __init__(
         self,
         chunk: Chunk,
         lengths: tuple[int, ...],
-        carry: KVCarry,
+        carry: Carry,
         device: torch.device,
         *,
-        states: StateCarry,
         kernel: Kernel,
         sharing: Sharing | None = None,
         checkpointed: frozenset[int] = frozenset(),
@@ -60,7 +58,6 @@ class ChunkContext:
 
         lengths: tokens per sequence of the plan
         carry: of the stage
-        states: of the recurrent layers of the stage
         kernel: of its attention
         sharing: with whom this rank shares the chunk's tokens; None when it has all
         checkpointed: layers, by index in the model, that drop their activations and compute them
@@ -68,14 +65,14 @@ class ChunkContext:
         """
         self.calls: list[Any] | None = None
         """Modules that have called attention in the forward that runs; None outside of one."""
-        self.carry = carry
-        self.states = states
         self.checkpointed = checkpointed
+        self.kept = None  # what a replay needs is in the carry
+        self._carry = carry
         # 1. the part of a cut sequence that it begins with
         cut = chunk.cut(lengths)
         self._cut: CutPart | None = None
         if cut is not None:
-            self._cut = CutPart(Part(*cut, lengths[cut.sequence]), device)
+            self._cut = CutPart(cut, lengths[cut.sequence], kernel, device)
 
         # 2. what the attention of all layers does with the tokens of this rank
         programs = _programs_of(chunk, 0 if cut is None else cut.tokens, kernel, sharing, device)
@@ -84,19 +81,55 @@ class ChunkContext:
         for one in chunk.slices if cut is None else chunk.slices[1:]:
             assert one.tokens == lengths[one.sequence], f"{chunk} has two parts of sequences"
 
+        # 3. the run of a layer: see `in_layer`
+        self._layer: int | None = None
+        self._recurrent_calls = 0
+        self._replay: Hook | None = None  # that runs now; None in the forward
+
+    def in_layer(self, layer: int) -> "ChunkContext":
+        """Return the chunk as one run of a layer sees it, whose recurrent calls it counts. layer:
+        index in the model."""
+        run = copy(self)
+        run._layer = layer
+        return run
+
     def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "ChunkAttention":
         """Return the context of one layer's attention, by its index in the model. keeps_grad: True
         if a backward will follow"""
         assert layer is not None, "a layer without an index cannot carry keys and values"
-        return ChunkAttention(self, self._cut, layer, keeps_grad=keeps_grad)
+        cut = None
+        if self._cut is not None:
+            part, length = self._cut.part, self._cut.length
+            carried = self._carry.find(CarriedKeys, layer, part, length, keeps_grad=keeps_grad)
+            cut = CutCall(carried, self._cut)
+        return ChunkAttention(self.programs, self.tokens, cut)
 
-    def carrying(self, layer: int, call: int, *, keeps_grad: bool) -> Carrying | None:
-        """Return the state carried by a recurrent layer's call of this number; None if all
-        sequences are whole. keeps_grad: True if a backward will follow"""
+    def carrying(self, *, keeps_grad: bool) -> Carrying | None:
+        """Return the state that the next recurrent call of this run carries; None if all sequences
+        are whole. keeps_grad: True if a backward will follow"""
         if self._cut is None:
             return None
-        runs_again = checkpointed_region() is not None
-        return Carrying(self.states, (layer, call), self._cut.part, keeps_grad, runs_again)
+        region = checkpointed_region()
+        replay = region.hook if region is not None and region.replays else None
+        if replay is not self._replay:  # of a layer that checkpoints itself: a new run begins
+            self._replay = replay
+            self._recurrent_calls = 0
+        self._recurrent_calls += 1
+        call = (self._layer, self._recurrent_calls)
+        part, length = self._cut.part, self._cut.length
+        carried = self._carry.find(CarriedState, call, part, length, keeps_grad=keeps_grad)
+        return Carrying(carried, part)
+
+
+class ChunkAttention(NamedTuple):
+    """A chunk as the attention of one layer sees it."""
+
+    programs: MicroBatchPrograms
+    tokens: int
+    cut: CutAttention | None
+    """Attention of the part of a cut sequence, to the carry, too; None where all are whole."""
+    kept: None = None
+    """A replay finds keys and values in the carry, so nothing is kept for it."""
 
 
 def _programs_of(
@@ -160,100 +193,6 @@ def _zones(chunk: Chunk, cut: int, tables: Tables, reach: Reach) -> list[ZoneAtt
     if whole:
         zones.append(whole_zone(slice(cut, chunk.tokens), whole, tables, reach=reach))
     return zones
-
-
-class ChunkInLayer:
-    """A chunk as one layer sees it, which counts its recurrent calls in each run."""
-
-    __slots__ = ("_calls", "_layer", "_replay", "chunk", "kept", "programs")
-
-    def __init__(self, chunk: ChunkContext, layer: int) -> None:
-        self.chunk = chunk
-        self.programs = chunk.programs
-        self.kept = None  # what a replay needs is in the carry
-        self._layer = layer
-        self._calls = 0
-        self._replay: Hook | None = None  # that runs now; None in the forward
-
-    @property
-    def calls(self) -> list[Any] | None:
-        """Modules that have called attention, as the chunk has them."""
-        return self.chunk.calls
-
-    def of_layer(self, layer: int | None, *, keeps_grad: bool) -> "ChunkAttention":
-        """Return the context of attention; see `ChunkContext.of_layer`."""
-        return self.chunk.of_layer(layer, keeps_grad=keeps_grad)
-
-    def carrying(self, *, keeps_grad: bool) -> Carrying | None:
-        """Return the state that the next recurrent call carries; None if all sequences are
-        whole."""
-        region = checkpointed_region()
-        replay = region.hook if region is not None and region.replays else None
-        if replay is not self._replay:  # of a layer that checkpoints itself: a new run begins
-            self._replay = replay
-            self._calls = 0
-        self._calls += 1
-        return self.chunk.carrying(self._layer, self._calls, keeps_grad=keeps_grad)
-
-
-class ChunkAttention:
-    """A chunk as the attention of one layer sees it. The part of a cut sequence attends to the
-    carry, too; where a replay finds keys and values, so nothing is kept for it."""
-
-    __slots__ = (
-        "_carried",
-        "_chunk",
-        "_keeps_grad",
-        "_layer",
-        "_part",
-        "_runs_again",
-        "kept",
-        "programs",
-        "tokens",
-    )
-
-    def __init__(
-        self, chunk: ChunkContext, part: CutPart | None, layer: int, *, keeps_grad: bool
-    ) -> None:
-        """part: of a cut sequence, if any. keeps_grad: True if a backward will follow."""
-        self.kept = None
-        self.tokens = chunk.tokens
-        self.programs = chunk.programs
-        self._chunk = chunk
-        self._part = part
-        self._layer = layer
-        self._keeps_grad = keeps_grad
-        self._runs_again = checkpointed_region() is not None
-        self._carried: Carried | None = None
-
-    @property
-    def cut(self) -> CutAttention | None:
-        """Attention of the part of a cut sequence; None where all are whole."""
-        return None if self._part is None else self
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, reach: Reach
-    ) -> Tensors:
-        """Return out [tokens, heads, head_dim] and lse [heads, tokens] of q, k and v [tokens,
-        ...]."""
-        assert self._part is not None, "all sequences of this chunk are whole"
-        self._carried = self._chunk.carry.at(
-            self._layer,
-            self._part.part,
-            keeps_grad=self._keeps_grad,
-            runs_again=self._runs_again,
-        )
-        return self._carried.forward(self._part, q, k, v, scores, reach)
-
-    def backward(
-        self, dout: torch.Tensor, saved: Tensors, scores: Scores, reach: Reach
-    ) -> Tensors:
-        """Return dq [tokens, heads, head_dim], dk and dv [tokens, kv_heads, head_dim], in lse's
-        dtype."""
-        assert self._part is not None, "all sequences of this chunk are whole"
-        assert self._carried is not None, "a backward without its forward"
-        grads = self._carried.backward(self._part, dout, saved, scores, reach)
-        return tuple(grad.to(saved[2].dtype) for grad in grads)
 
 
 class CutZone(ZoneAttention):

@@ -12,7 +12,6 @@ and their exchanges are added to the linear part: with the bandwidth across node
 stage's ranks share chunks with a rank of another node.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_flexseq.base.topology import Topology
@@ -163,7 +162,9 @@ def _stage_cost(
     )
 
 
-def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int, mixed: bool) -> Sequence[int]:
+def room_bytes(
+    cost: CostModel, stage: Stage, *, sharded_over: int, mixed: bool
+) -> tuple[int, ...]:
     """Return the bytes that each rank of a pipeline has left for chunks in flight.
 
     cost: of the whole model
@@ -194,7 +195,7 @@ def room_bytes(cost: CostModel, stage: Stage, *, sharded_over: int, mixed: bool)
                 "or fsdp=True"
             )
         memory_limit.append(left)
-    return memory_limit
+    return tuple(memory_limit)
 
 
 def _held_of_state(ranks: int, *, mixed: bool, casts: bool) -> float:

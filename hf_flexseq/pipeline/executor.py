@@ -32,11 +32,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_flexseq.attention.recurrent.carry import StateCarry
+from hf_flexseq.attention.recurrent.carry import Carry
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.kernels import Kernel, lse_dtype
-from hf_flexseq.pipeline.carry import KVCarry
-from hf_flexseq.pipeline.context import ChunkContext, ChunkInLayer
+from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.mailbox import WINDOW, Inbox, Item, Outbox, post_receives
 from hf_flexseq.pipeline.planning.plan import Action, PipelinePlan
 from hf_flexseq.pipeline.planning.walk import walk
@@ -76,9 +75,8 @@ class PipelineExecutor:
         self.stage = stage
         self.neighbours = neighbours
         self.sharing = sharing
-        self.carry = KVCarry(kernel)
         self.kernel = kernel
-        self.states = StateCarry()
+        self.carry = Carry()
         self.weights = WeightGradients(stage.own_layers.values())
         for index, layer in stage.own_layers.items():
             # A partial, not a function: a copy of the model has a layer of its own in it.
@@ -304,7 +302,6 @@ class _ChunkRun:
             self.plan.lengths,
             self.executor.carry,
             self.device,
-            states=self.executor.states,
             kernel=self.executor.kernel,
             sharing=self.executor.sharing,
             checkpointed=frozenset(checkpointed),
@@ -316,7 +313,6 @@ class _ChunkRun:
             if outbox is not None:
                 outbox.close()
         self.executor.carry.check_empty()
-        self.executor.states.check_empty()
         self.executor.weights.check_empty()
         assert not self.flights, (
             f"the step is over without a backward of chunks {sorted(self.flights)}"
@@ -348,7 +344,7 @@ def _checkpointable(
 
     def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Recurrent calls are counted by layer.
-        return own_forward(hidden, *args, **{**kwargs, "seq_ctx": ChunkInLayer(chunk, index)})
+        return own_forward(hidden, *args, **{**kwargs, "seq_ctx": chunk.in_layer(index)})
 
     # A model may checkpoint all its layers itself.
     checkpoints_itself = getattr(layer, "gradient_checkpointing", False)

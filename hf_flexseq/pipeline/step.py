@@ -1,16 +1,20 @@
-"""A pipeline's optimizer step as one rank runs it: chunks, their trace and their figures."""
+"""A pipeline's optimizer step as one rank runs it: chunks, the way of their tokens, their trace
+and their figures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from hf_flexseq.cost import CostModel
+from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.pipeline.planning.plan import PipelinePlan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
 from hf_flexseq.pipeline.planning.step_plan import StepPlan
+from hf_flexseq.steps.exchange import Routes, own_offsets, routes_of, tokens_of
 from hf_flexseq.steps.rank_step import RankStep
-from hf_flexseq.steps.source_row import Columns, PlannedStep
+from hf_flexseq.steps.source_row import Columns, PlannedStep, SourceRow
 from hf_flexseq.steps.trace import LogFigures, PlanTrace
 
 
@@ -42,6 +46,29 @@ class RankChunks(RankStep[StepPlan]):
         return self.plan.plans[self.replica]
 
 
+def chunk_routes(
+    row: SourceRow,
+    plan: StepPlan,
+    sources: Sequence[int],
+    communicator: Communicator,
+    replica_of: Callable[[int], int],
+) -> Routes:
+    """Return the routes of a rank to the chunks of its replica, on every stage of it. row: the
+    sequences that this rank drew. sources: the rank that drew each sequence. replica_of: the
+    replica of a rank."""
+    source_of = np.array(sources, dtype=np.int64)
+    own = np.flatnonzero(source_of == communicator.rank)
+    offsets = own_offsets(row, own, source_of.size)
+    by_replica = []
+    for replica in range(len(plan.plans)):
+        slices = [part for chunk in plan.chunks(replica) for part in chunk.slices]
+        by_replica.append(tokens_of(slices, offsets))
+    by_rank = [by_replica[replica_of(rank)] for rank in range(communicator.world_size)]
+    counts = [tokens.size for tokens in by_rank]
+    chunks = [chunk.slices for chunk in plan.chunks(replica_of(communicator.rank))]
+    return routes_of(np.concatenate(by_rank), counts, chunks, source_of, communicator.cpu_group)
+
+
 def traced(step: RankChunks, trace: PlanTrace, cost: PipelineCost, whole: CostModel) -> LogFigures:
     """Write a finished step's trace, a line per replica; return its figures. Collective over the
     world. cost: of the stages. whole: of the whole model."""
@@ -63,7 +90,7 @@ def traced(step: RankChunks, trace: PlanTrace, cost: PipelineCost, whole: CostMo
     return {
         "stages": plans[0].stages,
         "chunks": max(len(plan.chunks) for plan in plans),
-        "predicted_s": max(plan.objective_s for plan in plans),
+        "predicted_s": step.plan.objective_s,
         "measured_s": measured_s,
         "tokens_per_s": step.tokens / measured_s if measured_s else 0.0,
     }

@@ -1,22 +1,36 @@
 """Facts that a plan depends on, besides the lengths of a step's sequences."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
+from hf_flexseq.base.records import Constants, Form
+from hf_flexseq.base.values import whole
 from hf_flexseq.plan.units import Unit
+
+_UNITS = Form(
+    read=lambda name, records: [Unit.from_record(record) for record in records],
+    write=lambda units: [unit.to_record() for unit in units],
+)
+# More than a rank of any planner holds: such a step is infeasible, and no wrong record.
+_TOKENS = Form(read=partial(whole, most=1 << 62), write=int)
+# Keys of JSON objects are text.
+_PAIRS = Form(read=lambda name, pairs: dict(pairs), write=lambda pairs: sorted(pairs.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepFacts:
+class StepFacts(Constants):
     """Facts of a step that its planner is told."""
 
-    units: Sequence[Unit] = ()
+    what: ClassVar[str] = "the facts of a step"
+
+    units: Annotated[Sequence[Unit], _UNITS] = ()
     """Sequences that begin alike."""
-    later_pairs: Mapping[int, int] = field(default_factory=dict)
+    later_pairs: Annotated[Mapping[int, int], _PAIRS] = field(default_factory=dict)
     """By id of a sequence with blocks, how many pairs of a query and a later key these have
     (`plan.blocks.later_pairs`)."""
-    held_tokens: int = 0
+    held_tokens: Annotated[int, _TOKENS] = 0
     """Tokens whose memory every rank needs for something else in this step, such as images."""
 
     def __bool__(self) -> bool:
@@ -26,31 +40,7 @@ class StepFacts:
     @property
     def arguments(self) -> dict[str, Any]:
         """The facts by name, as `make_plan` takes them."""
-        return {
-            "units": self.units,
-            "later_pairs": self.later_pairs,
-            "held_tokens": self.held_tokens,
-        }
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the facts as plain JSON values; those that a step has."""
-        record: dict[str, Any] = {}
-        if self.units:
-            record["units"] = self.units
-        if self.later_pairs:
-            record["later_pairs"] = sorted(self.later_pairs.items())
-        if self.held_tokens:
-            record["held_tokens"] = self.held_tokens
-        return record
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "StepFacts":
-        """Return the facts whose `to_record` gave `record`, which may have more entries."""
-        return cls(
-            units=[Unit.of(*unit) for unit in record.get("units", ())],
-            later_pairs=dict(record.get("later_pairs", ())),
-            held_tokens=record.get("held_tokens", 0),
-        )
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 NO_FACTS = StepFacts()

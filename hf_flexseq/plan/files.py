@@ -6,15 +6,13 @@ Values and form of every plan are checked.
 A killed run may leave a torn line. Broken lines are skipped with a remark.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hf_flexseq.base.reading import Limits, parse_json, read_text
-from hf_flexseq.base.registry import PIPELINE_STEP, object_of
-from hf_flexseq.base.values import MAX_SECONDS, duration, items, one_line, quoted, whole
+from hf_flexseq.base.registry import PIPELINE_PLAN, object_of
+from hf_flexseq.base.values import MAX_SECONDS, duration, in_errors, items, one_line, quoted, whole
 from hf_flexseq.plan.images import TowerLoad
-from hf_flexseq.plan.sequences import KEYS as PLAN_KEYS
 from hf_flexseq.plan.sequences import Plan
 
 # Broken lines named in a message.
@@ -104,10 +102,8 @@ def read_steps(path: str, limits: Limits) -> StepsFile:
 
     path: a file; `-` is stdin. Raises ValueError, naming the file, if no step can be read.
     """
-    try:
+    with in_errors(path):
         return parse_steps(read_text(path, limits), limits)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def parse_steps(text: str, limits: Limits) -> StepsFile:
@@ -144,46 +140,51 @@ def _step(index: int, record: Any, limits: Limits) -> RecordedStep:
     if not isinstance(record, dict):
         raise ValueError(f"not a plan: expected a JSON object, got {type(record).__name__}")
     number = whole("step", record.get("step", index))
+    kind: Any = Plan
     if "actions" in record:
-        step: RecordedStep = object_of(PIPELINE_STEP)(number, record, limits)
-        return step
-    plan = Plan.from_record(plan_record(record, PLAN_KEYS))
+        # A word of text becomes a tuple of a dozen times its bytes.
+        texts = [line for line in items("actions", record["actions"]) if isinstance(line, str)]
+        actions = sum(line.count(" ") + 1 for line in texts)
+        limits.refuse_above("work", actions, f"step {number} has {actions:,} actions")
+        kind = object_of(PIPELINE_PLAN)
+    plan = kind.of_line(record)
     plan.check_form()
-    measured = measured_s(record)
-    learned = record.get("learned")
-    if learned is not None and not isinstance(learned, dict):
-        raise ValueError(f"learned: expected a JSON object, got {type(learned).__name__}")
-    if measured is not None and len(measured) != len(plan.micro_batches):
-        raise ValueError(
-            f"step {number} has {len(plan.micro_batches)} micro-batches, "
-            f"{len(measured)} of them measured"
-        )
+    measured = _measured_s(record)
+    if isinstance(plan, Plan) and measured is not None:
+        count = len(plan.micro_batches)
+        if len(measured) != count:
+            raise ValueError(
+                f"step {number} has {count} micro-batches, {len(measured)} of them measured"
+            )
     return RecordedStep(
         number=number,
         plan=plan,
         measured_s=measured,
+        cost=_object(record, "pipeline_cost"),
+        replica=whole("replica", record.get("replica", 0)),
         passes=whole("passes", record.get("passes", 1), least=1),
-        waited_s=waited_s(record),
+        waited_s=_waited_s(record),
         tower=None if record.get("tower") is None else TowerLoad.from_record(record["tower"]),
-        learned=learned,
+        learned=_object(record, "learned"),
     )
 
 
-def plan_record(record: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the plan alone of a record, as a trace has further keys."""
-    if "step" not in record:
-        return record
-    return {key: record[key] for key in ("version", "notes", *keys) if key in record}
+def _object(record: dict[str, Any], key: str) -> dict[str, Any] | None:
+    """Return a JSON object in a record, or None."""
+    value = record.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{key}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
-def waited_s(record: dict[str, Any]) -> float | None:
+def _waited_s(record: dict[str, Any]) -> float | None:
     """Return the seconds that training waited for a record's plan, or None."""
     if record.get("waited_s") is None:
         return None
     return duration("waited_s", record["waited_s"])
 
 
-def measured_s(record: dict[str, Any]) -> tuple[float, ...] | None:
+def _measured_s(record: dict[str, Any]) -> tuple[float, ...] | None:
     """Return the measured seconds in a record, or None."""
     if record.get("measured_s") is None:
         return None

@@ -146,54 +146,57 @@ def with_longest_first(micro_batch: MicroBatch, lengths: Sequence[int]) -> Micro
 # ---- records
 
 
-def micro_batch_record(micro_batch: MicroBatch) -> dict[str, Any]:
-    """Return a micro-batch as plain JSON values."""
-    groups = []
-    for group in micro_batch.groups:
-        record: dict[str, Any] = {
-            "ranks": list(group.ranks),
-            "sequences": list(group.sequences),
-            "strategy": group.strategy,
-        }
-        if group.units:
-            record["units"] = [unit.to_record() for unit in group.units]
-        groups.append(record)
-    of_batch: dict[str, Any] = {"groups": groups}
-    if micro_batch.memory is not None:
-        of_batch[MEMORY_KEY] = micro_batch.memory.to_record()
-    return of_batch
+def micro_batch_records(micro_batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
+    """Return micro-batches as plain JSON values."""
+    records = []
+    for micro_batch in micro_batches:
+        groups = []
+        for group in micro_batch.groups:
+            of_group: dict[str, Any] = {
+                "ranks": list(group.ranks),
+                "sequences": list(group.sequences),
+                "strategy": group.strategy,
+            }
+            if group.units:
+                of_group[UNITS_KEY] = [unit.to_record() for unit in group.units]
+            groups.append(of_group)
+        record: dict[str, Any] = {"groups": groups}
+        if micro_batch.memory is not None:
+            record[MEMORY_KEY] = micro_batch.memory.to_record()
+        records.append(record)
+    return records
 
 
-def micro_batch_of(record: Any, index: int) -> MicroBatch:
-    """Return micro-batch `index` of a plan's record. Its numbers are checked later."""
-    where = f"micro-batch {index}"
-    # Records of older versions may have `remap`, for a layout that is not needed.
-    record = fields_of(record, where, needed=("groups",), optional=("remap", MEMORY_KEY))
-    groups = []
-    for group in items(f"{where}, groups", record["groups"]):
-        # Plans arrive from the planning process in every step: no call per valid record.
-        try:
-            made = Group(
-                ranks=tuple(group["ranks"]),
-                sequences=tuple(group["sequences"]),
-                strategy=group["strategy"],
-                units=tuple(Unit.from_record(one) for one in group.get(UNITS_KEY, ())),
-            )
-        except (AttributeError, KeyError, TypeError):
-            raise ValueError(f"{where}: {_no_group(group)}") from None
-        if len(group) != len(GROUP_KEYS) + (UNITS_KEY in group):
-            raise ValueError(f"{where}: {_no_group(group)}")
-        groups.append(made)
-    memory = record.get(MEMORY_KEY)
-    return MicroBatch(
-        groups=tuple(groups),
-        memory=None if memory is None else MemoryChoice.from_record(memory),
-    )
+def micro_batches_of(name: str, records: Any) -> tuple[MicroBatch, ...]:
+    """Return the micro-batches of a plan's record. Their numbers are checked later."""
+    made = []
+    for index, record in enumerate(items(name, records)):
+        where = f"micro-batch {index}"
+        # Records of older versions may have `remap`, for a layout that is not needed.
+        record = fields_of(record, where, needed=("groups",), optional=("remap", MEMORY_KEY))
+        groups = [_group(group, where) for group in items(f"{where}, groups", record["groups"])]
+        memory = record.get(MEMORY_KEY)
+        choice = None if memory is None else MemoryChoice.from_record(memory)
+        made.append(MicroBatch(groups=tuple(groups), memory=choice))
+    return tuple(made)
 
 
-def _no_group(record: Any) -> str:
-    """Return the error message for the record of a group."""
-    return f"{quoted(record)} is not a group: expected the keys {', '.join(GROUP_KEYS)}"
+def _group(record: Any, where: str) -> Group:
+    # Plans arrive from the planning process in every step: no call per valid key.
+    try:
+        made = Group(
+            ranks=tuple(record["ranks"]),
+            sequences=tuple(record["sequences"]),
+            strategy=record["strategy"],
+            units=tuple(Unit.from_record(one) for one in record.get(UNITS_KEY, ())),
+        )
+        is_group = len(record) == len(GROUP_KEYS) + (UNITS_KEY in record)
+    except (AttributeError, KeyError, TypeError):
+        is_group = False
+    if not is_group:
+        keys = ", ".join(GROUP_KEYS)
+        raise ValueError(f"{where}: {quoted(record)} is not a group: expected the keys {keys}")
+    return made
 
 
 # ---- the form

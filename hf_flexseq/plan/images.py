@@ -48,17 +48,20 @@ class ImageSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ImagePlacement:
-    """Which rank encodes which images."""
+class ImagePlan:
+    """How the images of a step are encoded."""
 
     owners: tuple[int, ...]
     """The rank of each image."""
-    stand_ins: tuple[int, ...]
-    """Ranks without an image, which encode the cheapest one, too."""
     loads: tuple[int, ...]
     """Nanoseconds of each rank, without stand-ins."""
     cheapest: int
     """Index of the image that a rank without images encodes."""
+    keeps_graph: bool = True
+    """False if the graph of a trained tower is not kept from forward to backward: each image then
+    runs forward once more."""
+    held_bytes: float = 0.0
+    """Bytes that the rank which holds most for images holds during the step."""
 
     @property
     def imbalance(self) -> float:
@@ -70,24 +73,13 @@ class ImagePlacement:
         """Seconds of the rank with the largest load."""
         return max(self.loads) / 1e9
 
-    def of_rank(self, rank: int) -> list[int]:
-        """Return the indices of the images that a rank encodes, ascending."""
-        if rank in self.stand_ins:
-            return [self.cheapest]
-        return [index for index, owner in enumerate(self.owners) if owner == rank]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImagePlan:
-    """How the images of a step are encoded."""
-
-    placement: ImagePlacement
-    """Where."""
-    keeps_graph: bool
-    """False if the graph of a trained tower is not kept from forward to backward: each image then
-    runs forward once more."""
-    held_bytes: float
-    """Bytes that the rank which holds most for images holds during the step."""
+    def by_rank(self) -> list[list[int]]:
+        """Return the indices of the images that each rank encodes, ascending; for a rank without
+        any that of its stand-in."""
+        found: list[list[int]] = [[] for _ in self.loads]
+        for index, owner in enumerate(self.owners):
+            found[owner].append(index)
+        return [own or [self.cheapest] for own in found]
 
     def held_tokens(self, token_bytes: float) -> int:
         """Return the tokens of text whose memory `held_bytes` are. token_bytes: of one."""
@@ -113,9 +105,9 @@ class TowerLoad(Constants):
     def of(cls, plan: ImagePlan) -> "TowerLoad":
         """Return a plan in numbers."""
         return cls(
-            images=len(plan.placement.owners),
-            seconds=plan.placement.seconds,
-            imbalance=plan.placement.imbalance,
+            images=len(plan.owners),
+            seconds=plan.seconds,
+            imbalance=plan.imbalance,
             forwards=1 if plan.keeps_graph else 2,
         )
 
@@ -129,7 +121,7 @@ def frames_of_parts(frames: int, frame_patches: int) -> list[int]:
     return [each + (part < more) for part in range(parts)]
 
 
-def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:
+def place_images(costs: Sequence[int], world_size: int) -> ImagePlan:
     """Place the images of a step, at least one, on ranks. costs: nanoseconds of each."""
     order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
     least = [(0, rank) for rank in range(world_size)]  # (load, rank): a heap
@@ -139,10 +131,4 @@ def place_images(costs: Sequence[int], world_size: int) -> ImagePlacement:
         owners[index] = rank
         heapq.heappush(least, (load + costs[index], rank))
     loads = [load for load, _ in sorted(least, key=lambda one: one[1])]
-    busy = set(owners)
-    return ImagePlacement(
-        owners=tuple(owners),
-        stand_ins=tuple(rank for rank in range(world_size) if rank not in busy),
-        loads=tuple(loads),
-        cheapest=order[-1],
-    )
+    return ImagePlan(owners=tuple(owners), loads=tuple(loads), cheapest=order[-1])

@@ -5,7 +5,9 @@ contradictions. `check_on` refuses options that do not fit the ranks.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from hf_flexseq.base.records import Constants
 from hf_flexseq.base.refusals import together
 from hf_flexseq.base.registry import PLANNERS, STRATEGIES, entry_of
 from hf_flexseq.base.topology import Topology
@@ -15,8 +17,10 @@ SYNCS = ("lockstep", "free")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanOptions:
+class PlanOptions(Constants):
     """Options of planning."""
+
+    what: ClassVar[str] = "the options of a plan"
 
     planner: str = "auto"
     """Name of the planner, one of `PLANNERS`."""

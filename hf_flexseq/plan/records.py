@@ -1,14 +1,14 @@
 """Base of all decisions stored as data: records, JSON, digests, and a check of the form.
 
-    record    plain JSON values, as in files, traces and pipes between processes
-    bytes     the same as sent between ranks
+    record    plain JSON values, as in files, traces and pipes between processes and ranks
     decision  the record without the planning seconds and the notes, which may differ between runs
     digest    a hash of the decision: equal on every rank and in every run
 
 A record has a `version` (`values.VERSION`), 1 if it is missing. All values are checked on reading,
 so other code need not check them again.
 
-A `Record` is a frozen dataclass.
+A `Record` is a frozen dataclass, whose fields are read and written by their annotations
+(`base/records.py`).
 
 Rejected: `dataclasses.asdict` as the record. It copies every tuple recursively, which takes longer
 than planning a pipeline of tens of thousands of actions, and it ties the file format to field
@@ -18,26 +18,37 @@ names.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self
 
 from hf_flexseq.base.reading import parse_json
+from hf_flexseq.base.records import Constants, Form
+from hf_flexseq.base.values import MAX_TOKENS, items, wholes, words
 
 DIGEST_CHARACTERS = 16  # 64 bits distinguish the plans of a run
 
 
-class Record(ABC):
+def _lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Return lists of whole numbers. Raises ValueError for other values."""
+    return tuple(wholes(f"{name}[{i}]", numbers) for i, numbers in enumerate(items(name, value)))
+
+
+# Tokens of sequences; lists of whole numbers; remarks for people.
+Lengths = Annotated[tuple[int, ...], Form(partial(wholes, least=1, most=MAX_TOKENS), write=list)]
+NumberLists = Annotated[
+    tuple[tuple[int, ...], ...], Form(_lists, write=lambda lists: [*map(list, lists)])
+]
+Notes = Annotated[tuple[str, ...], Form(words, write=list)]
+
+
+class Record(Constants, ABC):
     """A decision. Subclasses are frozen dataclasses."""
 
     __slots__ = ()
 
-    @abstractmethod
-    def to_record(self) -> dict[str, Any]:
-        """Return the record as plain JSON values."""
-
-    @classmethod
-    @abstractmethod
-    def from_record(cls, record: dict[str, Any]) -> Self:
-        """Inverse of `to_record`. Raises ValueError for any other record."""
+    is_versioned: ClassVar[bool] = True
 
     @abstractmethod
     def check_form(self) -> None:
@@ -55,14 +66,14 @@ class Record(ABC):
         """Inverse of `to_json`. Raises ValueError for any other text."""
         return cls.from_record(parse_json(text))
 
-    def to_bytes(self) -> bytes:
-        """Return the record as bytes, for other ranks."""
-        return self.to_json().encode()
-
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Inverse of `to_bytes`. Raises ValueError for any other bytes."""
-        return cls.from_json(data.decode())
+    def of_line(cls, line: Mapping[str, Any]) -> Self:
+        """Return the decision in a line of a file, which has further keys in a trace. Raises
+        ValueError for any other line."""
+        if "step" in line:
+            names = ["version", *(one.name for one in fields(cls))]  # type: ignore[arg-type]
+            line = {name: line[name] for name in names if name in line}
+        return cls.from_record(line)
 
     def decision(self) -> dict[str, Any]:
         """Return the record without planning seconds and notes."""

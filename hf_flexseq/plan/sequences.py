@@ -13,34 +13,21 @@ Planners make plans, `check.py` refuses illegal ones, and `shard.py` maps them t
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from hf_flexseq.base.values import (
-    MAX_RANKS,
-    MAX_TOKENS,
-    VERSION,
-    are_whole,
-    duration,
-    fields_of,
-    items,
-    quoted,
-    wholes,
-    word,
-    words,
-)
+from hf_flexseq.base.records import Form, Seconds
+from hf_flexseq.base.values import MAX_RANKS, MAX_TOKENS, are_whole, quoted, wholes
 from hf_flexseq.plan.groups import (
     Group,
     MicroBatch,
     check_laminar,
-    micro_batch_of,
-    micro_batch_record,
+    micro_batch_records,
+    micro_batches_of,
 )
-from hf_flexseq.plan.records import Record
+from hf_flexseq.plan.records import Notes, Record
 from hf_flexseq.plan.units import Unit
-
-# Keys of the record, besides `notes` and `version`.
-KEYS = ("lengths", "micro_batches", "objective_s", "lower_bound_s", "planner", "planning_s")
 
 
 class PlanInfeasible(ValueError):
@@ -51,20 +38,24 @@ class PlanInfeasible(ValueError):
 class Plan(Record):
     """One optimizer step of groups."""
 
-    lengths: tuple[int, ...]
+    what: ClassVar[str] = "a plan"
+
+    lengths: Annotated[tuple[int, ...], Form(partial(wholes, most=MAX_TOKENS), write=list)]
     """Tokens of each sequence; a sequence's id is its index. A unit of rows that share prefixes
     has the id of its first row, and its other rows have 0 tokens of their own."""
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: Annotated[
+        tuple[MicroBatch, ...], Form(micro_batches_of, write=micro_batch_records)
+    ]
     """Micro-batches, in execution order."""
-    objective_s: float
+    objective_s: Seconds
     """Predicted seconds of the step."""
-    lower_bound_s: float
+    lower_bound_s: Seconds
     """Lower bound on the predicted seconds of any plan of these sequences."""
     planner: str
     """Name of the planner."""
-    planning_s: float
+    planning_s: Seconds
     """Seconds that planning took; not in the digest."""
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
     """Reasons of the decision, one line each; not in the digest."""
 
     @property
@@ -92,34 +83,10 @@ class Plan(Record):
         chosen = [str(one.memory) for one in self.micro_batches if one.memory is not None]
         return dict(Counter(chosen))
 
-    def to_record(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return {
-            "version": VERSION,
-            "lengths": list(self.lengths),
-            "micro_batches": [micro_batch_record(batch) for batch in self.micro_batches],
-            "objective_s": self.objective_s,
-            "lower_bound_s": self.lower_bound_s,
-            "planner": self.planner,
-            "planning_s": self.planning_s,
-            "notes": list(self.notes),
-        }
-
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "Plan":
+    def from_record(cls, record: Any) -> "Plan":
         """Inverse of `to_record`. Raises ValueError for any other record."""
-        values = fields_of(record, "a plan", needed=KEYS, optional=("notes",))
-        batches = items("micro_batches", values["micro_batches"])
-        made = [micro_batch_of(batch, index) for index, batch in enumerate(batches)]
-        plan = cls(
-            lengths=wholes("lengths", values["lengths"], most=MAX_TOKENS),
-            micro_batches=tuple(made),
-            objective_s=duration("objective_s", values["objective_s"]),
-            lower_bound_s=duration("lower_bound_s", values["lower_bound_s"]),
-            planner=word("planner", values["planner"]),
-            planning_s=duration("planning_s", values["planning_s"]),
-            notes=words("notes", values.get("notes", ())),
-        )
+        plan = super(Plan, cls).from_record(record)
         _check_numbers(plan)
         return plan
 

@@ -9,6 +9,7 @@ kept where the step is one micro-batch.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
@@ -38,10 +39,10 @@ def plan_images(
     Raises ValueError where model states leave no room for a token.
     """
     world = topology.world_size
-    kept = image_plan(images, tower, world)
+    kept = tower.placed(images, world)
     if not tower.patch_bytes:
         return kept
-    again = image_plan(images, tower.run_again(), world, keeps_graph=False)
+    again = replace(tower.run_again().placed(images, world), keeps_graph=False)
     cap = options.max_tokens_per_rank or (
         cost.max_tokens_per_rank(world) - kept.held_tokens(cost.token_bytes)
     )
@@ -53,19 +54,7 @@ def plan_images(
     def promised_ns(plan: ImagePlan) -> float:
         held_tokens = plan.held_tokens(cost.token_bytes)
         text_ns = promise_ns(lengths, topology, cost, options, held_tokens=held_tokens)
-        return text_ns + 1e9 * plan.placement.seconds
+        return text_ns + 1e9 * plan.seconds
 
     kept_ns = promised_ns(kept)
     return kept if math.isfinite(kept_ns) and kept_ns <= promised_ns(again) else again
-
-
-def image_plan(
-    images: Sequence[ImageSize], tower: TowerCost, world_size: int, *, keeps_graph: bool = True
-) -> ImagePlan:
-    """Return how images are encoded, the graph of the tower being kept or not."""
-    placement = tower.placed(images, world_size)
-    return ImagePlan(
-        placement=placement,
-        keeps_graph=keeps_graph,
-        held_bytes=tower.held_bytes(images, placement),
-    )

@@ -16,8 +16,7 @@ nothing.
                        the attention of a zone, by strategy
     ring_exchanges.py  inputs that ring steps fetch, and results that they send back
     halo.py            the attention of a zone whose queries read a window or a chunk
-    segments.py row_programs.py
-                       the exchanges of recurrent layers
+    segments.py        the exchanges of recurrent layers
     compile.py         all zones of a micro-batch: forward, backward, backward of a replayed layer
     passes.py          passes that a planner may add, over finished programs
     tags.py            the one table of message tags

@@ -20,7 +20,6 @@ from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.registry import RINGS
 from hf_flexseq.plan.blocks import NO_BLOCKS, Blocks, Range, block_rows
 from hf_flexseq.plan.shard import Shard, cuts
-from hf_flexseq.program import row_programs
 from hf_flexseq.program.builder import Builder, Values
 from hf_flexseq.program.calls import CallsZone, whole_zone
 from hf_flexseq.program.exchange import Channel
@@ -35,8 +34,11 @@ from hf_flexseq.program.instructions import (
 )
 from hf_flexseq.program.ring import ring_zone
 from hf_flexseq.program.ring_steps import ZoneLayout
+from hf_flexseq.program.row_exchange import gather, give_back
+from hf_flexseq.program.segment_halo import Halo
 from hf_flexseq.program.segments import RankSegments
 from hf_flexseq.program.tables import Tables
+from hf_flexseq.program.tags import RECURRENT_BACKWARD, RECURRENT_FORWARD
 from hf_flexseq.program.ulysses import ulysses_zone
 from hf_flexseq.program.weave import run_zones
 from hf_flexseq.program.zones import LayerRows, Machine, Sinks, ZoneAttention
@@ -224,13 +226,34 @@ def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
     what: HALO or HALO_RETURN, of a convolution; SUMMARIES_BEFORE or SUMMARIES_AFTER, of a scan.
     """
     b = _builder(parts, shape.as_layer)
-    if what == HALO:
-        return row_programs.halo(b, shape, parts.segments())
+    segments = parts.segments()
     if what == HALO_RETURN:
-        return row_programs.halo_return(b, shape, parts.segments())
-    assert what in (SUMMARIES_BEFORE, SUMMARIES_AFTER), f"recurrent layers exchange no {what!r}"
-    after = what == SUMMARIES_AFTER
-    return row_programs.summaries(b, shape, parts.segments(), after=after)
+        return _halo_return(b, shape, segments.halo(shape.width))
+    # rows of this rank [n, columns] -> those received [m, columns], by group and peer
+    if what == HALO:
+        halo = segments.halo(shape.width)
+        messages, rows, tag = halo.messages, halo.edge_rows, RECURRENT_FORWARD
+    else:
+        assert what in (SUMMARIES_BEFORE, SUMMARIES_AFTER), f"nobody exchanges {what!r}"
+        after = what == SUMMARIES_AFTER
+        summaries = segments.neighbours(after=after)
+        messages, rows = summaries.messages, summaries.rows.takers
+        tag = RECURRENT_BACKWARD if after else RECURRENT_FORWARD
+    own = b.input((rows, shape.columns))
+    exchanges, received = gather(b, messages, own, tag)
+    exchanges.wait()
+    return b.program((b.join(received) if received else b.empty((0, shape.columns), own.dtype),))
+
+
+def _halo_return(b: Builder, shape: RowShape, halo: Halo) -> Program:
+    """Compile: gradients of received rows [R, columns] -> sums of edge rows [E, columns]."""
+    received = b.input((halo.received_rows, shape.columns))
+    sums = b.zeros((halo.edge_rows, shape.columns), WIDE)
+    exchanges, returned = give_back(b, halo.messages, received, RECURRENT_BACKWARD)
+    exchanges.wait()
+    for rows, value in returned:
+        b.add(sums, rows, value)
+    return b.program((b.cast(sums, INPUT),))
 
 
 def _builder(parts: Parts, shape: LayerShape) -> Builder:

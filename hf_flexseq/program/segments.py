@@ -7,7 +7,7 @@ summaries of all segments before them.
                    gets the rows of all segments before its own, in the backward the rows of all
                    segments that go on from them (`summaries.py`)
 
-Either way whole rows travel, straight from rank to rank, in one post (`row_programs.py`). The
+Either way whole rows travel, straight from rank to rank, in one post (`compile.of_rows`). The
 messages of a rank follow from the trees of `plan/segments.py`, which are equal on all ranks.
 """
 

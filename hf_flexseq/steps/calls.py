@@ -157,7 +157,7 @@ class ModelCall:
             self.ids.device == other.ids.device
             and torch.equal(self.ids, other.ids)
             and self.lengths == other.lengths
-            and torch.equal(self.positions_in_row().cpu(), other.positions_in_row().cpu())
+            and torch.equal(self.positions_in_row(), other.positions_in_row())
             and torch.equal(self.mask, other.mask)
             and differ_by_masks(self.targets, other.targets)
             and _are_equal(self.types, other.types)
@@ -169,9 +169,10 @@ class ModelCall:
         return values[self._places]
 
     def positions_in_row(self) -> torch.Tensor:
-        """Return the position of every token in its sequence, [tokens]."""
+        """Return the position of every token in its sequence, [tokens], where the ids lie."""
         if self.positions is None:
-            return torch.cat([torch.arange(length) for length in self.lengths])
+            positions = torch.cat([torch.arange(length) for length in self.lengths])
+            return positions.to(self.ids.device)
         return self.in_row(self.positions).to(self.ids.dtype)
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:

@@ -138,9 +138,7 @@ def images_of_step(
     own = drawn.row.images
     plan = drawn.image_plan
     assert plan is not None, "a step with images has a plan of them"
-    encoded = send_images(
-        own, drawn.own_images, images, plan.placement, drawn.sources, communicator
-    )
+    encoded = send_images(own, drawn.own_images, images, plan, drawn.sources, communicator)
     starts = row_starts(images)
     kinds = np.array([MODALITIES.index(one.modality) for one in images])  # [images]
     kinds_of_step = sorted(set(kinds.tolist()))
@@ -185,7 +183,7 @@ class StepImages:
     ) -> None:
         """Tell every rank which rows of features it has to send. Collective over the world.
 
-        own: the images that this rank encodes, by the placement of `plan`.
+        own: the images that this rank encodes, by `plan`.
         rows: numbers of the rows that each micro-batch needs, in the order of their use, [rows].
         images: of all ranks. plan: how they are encoded.
         calls: of the tower, for this rank's images.
@@ -203,7 +201,7 @@ class StepImages:
         starts = row_starts(images)
         wanted = torch.cat([torch.empty(0, dtype=torch.int64), *rows]).numpy()
         image = np.searchsorted(starts, wanted, side="right") - 1  # of each row
-        owners = np.array(plan.placement.owners, dtype=np.int64)[image]
+        owners = np.array(plan.owners, dtype=np.int64)[image]
         by_owner = np.argsort(owners, kind="stable")
         order = np.empty_like(by_owner)
         order[by_owner] = np.arange(len(owners))
@@ -218,7 +216,7 @@ class StepImages:
             torch.from_numpy(wanted[by_owner]).unsqueeze(1), received_counts, counts
         ).squeeze(1)
         places = np.zeros(len(images) + 1, dtype=np.int64)  # of each image among this rank's rows
-        held = plan.placement.of_rank(communicator.rank)
+        held = plan.by_rank()[communicator.rank]
         places[held] = np.cumsum([0, *(images[i].tokens for i in held)])[:-1]
         of_image = np.searchsorted(starts, asked.numpy(), side="right") - 1
         served = asked.numpy() - starts[of_image] + places[of_image]

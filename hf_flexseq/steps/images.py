@@ -2,7 +2,7 @@
 
     Image           one image or video of a sequence, as the model's tower takes it
     RowImages       the images of the sequences that this rank drew
-    send_images     brings pixels to the ranks of an `ImagePlacement` (`plan/images.py`)
+    send_images     brings pixels to the ranks of an `ImagePlan` (`plan/images.py`)
     image_columns   numbers the tokens that stand for images, as one more column of tokens
 
 All ranks number the rows of features alike: first the rows of the step's first image, one per
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.plan.blocks import Blocks
-from hf_flexseq.plan.images import ImagePlacement, ImageSize
+from hf_flexseq.plan.images import ImagePlan, ImageSize
 from hf_flexseq.steps.digests import bytes_of, mark_of
 
 Ints = NDArray[np.int64]
@@ -145,11 +145,11 @@ def send_images(
     own: RowImages,
     numbers: Sequence[int],
     images: Sequence[ImageSize],
-    placement: ImagePlacement,
+    plan: ImagePlan,
     sources: Sequence[int],
     communicator: Communicator,
 ) -> list[Image]:
-    """Return the images that this rank encodes (`placement.of_rank`). Collective over the world.
+    """Return the images that this rank encodes (`plan.by_rank`). Collective over the world.
     own, numbers, images: see `image_columns`. sources: the rank that drew each sequence, which
     sends its images."""
     rank = communicator.rank
@@ -160,11 +160,12 @@ def send_images(
     sent: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)]
     sent_counts = []
     received_counts = [0] * communicator.world_size
-    for target in range(communicator.world_size):
-        parts = [packed[i] for i in placement.of_rank(target) if i in packed]
+    by_rank = plan.by_rank()
+    for of_target in by_rank:
+        parts = [packed[i] for i in of_target if i in packed]
         sent += parts
         sent_counts.append(sum(len(part) for part in parts))
-    wanted = sorted(placement.of_rank(rank), key=lambda i: (sources[images[i].sequence], i))
+    wanted = sorted(by_rank[rank], key=lambda i: (sources[images[i].sequence], i))
     for i in wanted:
         received_counts[sources[images[i].sequence]] += images[i].data_bytes
     received = communicator.cpu_group.exchange_rows(

@@ -24,7 +24,6 @@ so that waiting ranks do not time out. Rejected: a shorter timeout of rank 0, si
 waited longer; dispatching between micro-batches, which ranks reach at different times or never.
 """
 
-import json
 import logging
 import time
 from collections import deque
@@ -106,7 +105,7 @@ class PrefetchedSteps:
         *,
         dispatch: Callable[[PlannedStep], Any],
         check: Callable[[Any], None],
-        read: Callable[[bytes], Any],
+        read: Callable[[dict[str, Any]], Any],
         first_number: int = 0,
         what: str = "step",
         shares_prefixes: bool = False,
@@ -121,7 +120,7 @@ class PrefetchedSteps:
         dispatch: brings a step's tokens to the ranks of its plan; collective over the world.
         check: raises ValueError for a plan that would compute something wrong or hang; called on
             rank 0.
-        read: makes a plan of the bytes that rank 0 sends, from the plan's `to_bytes`.
+        read: makes a plan of the record that rank 0 sends, from the plan's `to_record`.
         first_number: of the first step. what: a step is called in messages.
         shares_prefixes: True to plan rows with a common prefix as units; the same on all ranks.
         images: reads the images of a row; None for a model of text.
@@ -361,52 +360,44 @@ class PrefetchedSteps:
         kind = "waiting"
         while kind == "waiting":
             waited_s = time.perf_counter() - began
-            answer = cpu_group.broadcast_bytes(self._answer(step, waited_s, planning))
-            head, _, data = answer.partition(b"\n")
-            kind, reason = json.loads(head)
+            kind, said = cpu_group.broadcast_value(self._answer(step, waited_s, planning))
         waited_s = time.perf_counter() - began
         if kind == "infeasible":
-            raise PlanInfeasible(reason) from planning.error
+            raise PlanInfeasible(said) from planning.error
         if kind == "failed":
             raise RuntimeError(
-                f"planning of {self._what} {step.number} failed: {reason}"
+                f"planning of {self._what} {step.number} failed: {said}"
             ) from planning.error
-        return PlannedStep(drawn=step, plan=self._read(data), waited_s=waited_s)
+        return PlannedStep(drawn=step, plan=self._read(said), waited_s=waited_s)
 
-    def _answer(self, step: DrawnStep, waited_s: float, planning: ErrorCapture) -> bytes:
-        """Return rank 0's checked plan, or why planning failed: a line of JSON, [kind, reason],
-        and the plan's bytes; nothing on the other ranks.
+    def _answer(
+        self, step: DrawnStep, waited_s: float, planning: ErrorCapture
+    ) -> tuple[str, Any] | None:
+        """Return rank 0's checked plan, or why planning failed, as (kind, record or reason); None
+        on the other ranks.
 
         waited_s: seconds that the planner has been waited for already. planning: keeps the error.
         """
         if self._planner is None:
-            return b""
+            return None
         timeout_s = self.communicator.cpu_group.timeout.total_seconds()
         round_s = min(ROUND_S, timeout_s / ROUNDS)
         late = self._planner.wait(step.request, min(round_s, timeout_s - waited_s))
         if late is not None and waited_s + round_s < timeout_s:
-            return _line("waiting")
+            return ("waiting", None)
         if late is not None:
-            return _line(
-                "failed",
+            reason = (
                 f"{late} has not answered for {timeout_s:g} s; if it is slow and not stuck, raise "
-                "ddp_timeout, the time that ranks wait for each other",
+                "ddp_timeout, the time that ranks wait for each other"
             )
-        data = b""
+            return ("failed", reason)
         with planning:
             plan = self._planner.result(step.request)
             self._check(plan)
-            data = plan.to_bytes()
+            return ("plan", plan.to_record())
         match planning.error:
-            case None:
-                return _line("plan") + data
             case PlanInfeasible():
-                return _line("infeasible", str(planning.error))
+                return ("infeasible", str(planning.error))
             case RuntimeError() | ValueError():
-                return _line("failed", str(planning.error))
-        return _line("failed", repr(planning.error))
-
-
-def _line(kind: str, reason: str = "") -> bytes:
-    """Return the first line of an answer. reason: why planning failed."""
-    return json.dumps([kind, reason]).encode() + b"\n"
+                return ("failed", str(planning.error))
+        return ("failed", repr(planning.error))

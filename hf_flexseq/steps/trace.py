@@ -123,10 +123,10 @@ def step_figures(step: RankMicroBatches, measured_s: float) -> LogFigures:
         SPARED: step.plan.tokens_spared,
     }
     if step.images is not None:
-        placement = step.images.plan.placement
-        figures[IMAGES] = len(placement.owners)
-        figures[IMAGE_IMBALANCE] = placement.imbalance
-        figures["predicted_s"] += placement.seconds
+        images = step.images.plan
+        figures[IMAGES] = len(images.owners)
+        figures[IMAGE_IMBALANCE] = images.imbalance
+        figures["predicted_s"] += images.seconds
     for degree, count in step.plan.degrees().items():
         figures[f"{GROUPS_OF}{degree}"] = count
     for choice, count in step.plan.choices().items():

@@ -44,7 +44,7 @@ from transformers import (
 from common import argument_parser, load_average, machine, ratios, spread, table, write_record
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqConfig, FlexSeqTrainer
 from hf_flexseq.cost.tower import TowerCost
-from hf_flexseq.plan.images import ImagePlacement, ImageSize
+from hf_flexseq.plan.images import ImagePlan, ImageSize
 
 Example = dict[str, Any]
 
@@ -79,22 +79,22 @@ MOST, TAIL, WITHOUT = 20, 1.3, 0.1  # images of a sequence
 # ---- steps
 
 
-class EveryRank(ImagePlacement):
+class EveryRank(ImagePlan):
     """All images on every rank."""
 
     __slots__ = ()
 
-    def of_rank(self, rank: int) -> list[int]:
-        return list(range(len(self.owners)))
+    def by_rank(self) -> list[list[int]]:
+        return [list(range(len(self.owners)))] * len(self.loads)
 
 
 def on_every_rank(tower: TowerCost, images: Sequence[ImageSize], world_size: int) -> EveryRank:
-    """Return a placement by which a rank takes all features from itself."""
+    """Return a plan by which a rank takes all features from itself."""
     return EveryRank(
         owners=(dist.get_rank(),) * len(images),
-        stand_ins=(),
         loads=(sum(tower.image_ns(image) for image in images),) * world_size,
         cheapest=0,
+        held_bytes=sum(image.patches for image in images) * tower.patch_bytes,
     )
 
 

@@ -139,8 +139,8 @@ def test_groups_are_a_prefix_and_branches():
         ('{"length": 5}', "line 2 has no prefix and branches"),
         ('{"prefix": 8, "branches": 3}', "line 2: branches 3 are no list"),
         ('{"prefix": 8, "branches": []}', "line 2 has no branches"),
-        ('{"prefix": 0, "branches": [1]}', "tokens of sequence 0=0"),
-        ('{"prefix": 8, "branches": ["x"]}', "tokens of sequence 1='x': must be a whole number"),
+        ('{"prefix": 0, "branches": [1]}', "line 2: tokens of sequence 0=0"),
+        ('{"prefix": 8, "branches": ["x"]}', "line 2: tokens of sequence 1='x': must be"),
         ("{", "line 2"),
     ],
 )

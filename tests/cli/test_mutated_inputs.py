@@ -49,9 +49,7 @@ def originals():
     plan = make_plan(LENGTHS, TOPOLOGY, COST, options).to_record()
     measured = [0.25] * len(plan["micro_batches"])
     stages = PipelineCost.of_model(COST, 4)
-    pipelined = make_pipeline_plan(
-        (900, 5000, 40), stages, PipelineOptions(schedule="seq1f1b", chunks=4)
-    )
+    pipelined = make_pipeline_plan((900, 5000, 40), stages, PipelineOptions(schedule="seq1f1b"))
     line = {"step": 3, "measured_s": [0.5], "replica": 0, "sequences": [0, 1, 2]}
     return {
         "plan": [plan],

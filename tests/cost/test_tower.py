@@ -48,10 +48,10 @@ def test_flops_and_bytes_are_counted():
 
 def test_a_rank_holds_its_images_and_a_share_of_the_features():
     images = [image(0, 40), image(1, 16), image(1, 8)]
-    placement = SIMPLE.placed(images, 2)
-    assert placement.loads == (40, 24)
+    plan = SIMPLE.placed(images, 2)
+    assert plan.loads == (40, 24)
     # 40 patches, and half of 16 tokens
-    assert SIMPLE.held_bytes(images, placement) == 40 * 6 + 8 * 2
+    assert plan.held_bytes == 40 * 6 + 8 * 2
 
 
 @pytest.mark.parametrize(("sync", "with_tower"), [("lockstep", 33), ("free", 31)])

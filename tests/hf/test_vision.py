@@ -163,7 +163,7 @@ def shared_run(rank, world_size, name, changes):
         ddp = {"find_unused_parameters": True} if world_size > 1 else None
         found = []
         for item, loss, gradients in random_steps(engine, model, mine, ddp=ddp, plans=4):
-            images = len(item.step.images.plan.placement.owners)
+            images = len(item.step.images.plan.owners)
             found.append((errors(loss, gradients, wanted), images, item.plan.tokens_spared))
         return found
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import SequenceContext, recurrent, sequence_parallel_attention
-from hf_flexseq.attention.recurrent.carry import StateCarry
+from hf_flexseq.attention.recurrent.carry import Carry
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.kernels import KernelCall
@@ -15,11 +15,10 @@ from hf_flexseq.kernels.segments import Segments
 from hf_flexseq.kernels.torch_varlen import TorchVarlen
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.memory.store import HostStore
-from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
 from hf_flexseq.pipeline.ulysses import Sharing
 from hf_flexseq.plan import MicroBatch
-from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
+from hf_flexseq.plan.images import IMAGE, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.early_encoding import EarlyEncoder, weights_of
 from hf_flexseq.steps.features import StepImages
@@ -122,16 +121,12 @@ def run_chunks(ranks, *, checkpointed=False, layers=2, after=lambda: None):
     """The chunks of a pipeline's stage, which `ranks` ranks share."""
 
     def run(transport):
-        carry = KVCarry(TorchVarlen())
+        carry = Carry()
         sharing = None
         if ranks > 1:
             communicator = Communicator(TOPOLOGY, transport=transport)
             sharing = Sharing(communicator, tuple(range(ranks)), transport.rank)
-        of_stage = {
-            "states": StateCarry(),
-            "kernel": carry.kernel,
-            "sharing": sharing,
-        }
+        of_stage = {"kernel": TorchVarlen(), "sharing": sharing}
         leaves, outs = [], []
         for parts in CHUNKS:
             chunk = ChunkContext(chunk_of(*parts), LENGTHS, carry, CUDA, **of_stage)
@@ -289,7 +284,7 @@ def run_ahead(steps=4):
 def run_images(rows=8, width=6):
     """Features of an image of each of two ranks, which the other one uses, and their gradients."""
     sizes = {"modality": IMAGE, "tokens": rows, "patches": rows, "pairs": rows}
-    placement = ImagePlacement(owners=(0, 1), stand_ins=(), loads=(1, 1), cheapest=0)
+    plan = ImagePlan(owners=(0, 1), loads=(1, 1), cheapest=0)
 
     def run(transport):
         communicator = Communicator(Topology(nodes=1, ranks_per_node=2), transport=transport)
@@ -304,7 +299,7 @@ def run_images(rows=8, width=6):
             [Image(size=ImageSize(sequence=rank, data_bytes=1, **sizes), arguments={})],
             [torch.arange(rows) + rows * (1 - rank)],
             images=[ImageSize(sequence=one, data_bytes=1, **sizes) for one in range(2)],
-            plan=ImagePlan(placement=placement, keeps_graph=True, held_bytes=0.0),
+            plan=plan,
             calls=1,
             communicator=communicator,
             device=CUDA,

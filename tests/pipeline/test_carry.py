@@ -6,10 +6,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_flexseq.attention import sequence_parallel_attention
-from hf_flexseq.attention.recurrent.carry import StateCarry
+from hf_flexseq.attention.recurrent.carry import Carry
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.pipeline.carry import KVCarry
 from hf_flexseq.pipeline.context import ChunkContext
 from tests.attention.dense import dense_attention
 from tests.kernels.reference import Reference
@@ -48,13 +47,8 @@ def rows_of(slices):
     return torch.cat([torch.arange(offsets[i] + a, offsets[i] + b) for i, a, b in slices])
 
 
-def context_of(carry, slices, lengths=LENGTHS):
-    options = {"states": StateCarry(), "kernel": carry.kernel}
-    return ChunkContext(chunk_of(*slices), lengths, carry, CPU, **options)
-
-
-def run_chunk(carry, slices, tensors, *, replayed=False, keeps_grad=True, **kind):
-    context = context_of(carry, slices)
+def run_chunk(carry, slices, tensors, *, kernel=None, replayed=False, keeps_grad=True, **kind):
+    context = ChunkContext(chunk_of(*slices), LENGTHS, carry, CPU, kernel=kernel or CpuFlash())
 
     def attend(q, k, v):
         seq_ctx = context.of_layer(0, keeps_grad=keeps_grad)
@@ -79,11 +73,11 @@ def test_chunks_equal_whole_sequences(kernel, heads, kind, sinks, replayed):
     leaves = [*tensors, own] if sinks else tensors
     wanted = torch.autograd.grad(wanted_out, leaves, dout)
 
-    carry = KVCarry(kernel)
+    carry = Carry()
     outs = []
     for i, slices in enumerate(CHUNKS):
-        replays = replayed and i % 2 == 0
-        outs.append(run_chunk(carry, slices, tensors, replayed=replays, sinks=own, **kind))
+        options = {"kernel": kernel, "replayed": replayed and i % 2 == 0, "sinks": own}
+        outs.append(run_chunk(carry, slices, tensors, **options, **kind))
     for slices, out in reversed(list(zip(CHUNKS, outs, strict=True))):
         rows = rows_of(slices)
         torch.testing.assert_close(out, wanted_out[rows], rtol=1e-12, atol=1e-12)
@@ -95,7 +89,7 @@ def test_chunks_equal_whole_sequences(kernel, heads, kind, sinks, replayed):
 
 
 def test_without_gradients_a_sequence_is_over_with_its_last_chunk():
-    carry = KVCarry(CpuFlash())
+    carry = Carry()
     with torch.no_grad():
         for slices in CHUNKS[:3]:
             run_chunk(carry, slices, qkv(), keeps_grad=False)
@@ -105,7 +99,7 @@ def test_without_gradients_a_sequence_is_over_with_its_last_chunk():
 
 def test_bfloat16_gradients_accumulate_in_float32():
     tensors = qkv(dtype=torch.bfloat16)
-    carry = KVCarry(CpuFlash())
+    carry = Carry()
     outs = [run_chunk(carry, slices, tensors) for slices in CHUNKS[:3]]
     outs[2].backward(torch.ones_like(outs[2]))
     (carried,) = carry._carried.values()

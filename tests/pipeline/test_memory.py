@@ -14,7 +14,6 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.pipeline import executor as executor_module
 from hf_flexseq.pipeline.cost import pipeline_cost
-from hf_flexseq.pipeline.planning import PipelineOptions, make_pipeline_plan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost, StageCost
 from hf_flexseq.pipeline.planning.walk import timed
 from hf_flexseq.pipeline.trainer.engine import token_bytes
@@ -22,6 +21,7 @@ from tests.budget import others_nightly
 from tests.hf.tiny import documents, tiny_llama
 from tests.pipeline.live_bytes import LiveBytes
 from tests.pipeline.test_exactness import columns_of, make_executor
+from tests.pipelines import pipelined
 from tests.ranks import run_ranks
 
 TOKENS, SEQUENCES, CHUNKS, LAYERS = 96, 4, 4, 4
@@ -68,7 +68,7 @@ def on_their_way(step):
 
 
 def plan_of_step(lengths, cost, schedule, options, checkpointed):
-    plan = make_pipeline_plan(lengths, cost, PipelineOptions(schedule=schedule, **options))
+    plan = pipelined(lengths, cost, schedule=schedule, **options)
     layers = tuple((stage.layers,) * len(plan.chunks) for stage in cost.stages)
     return replace(plan, checkpointed=layers) if checkpointed else plan
 

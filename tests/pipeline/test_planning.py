@@ -194,9 +194,7 @@ def test_checkpointing_fits_to_the_byte():
     "arguments, problem",
     [
         ({"schedule": "gpipe"}, "schedule must be one of auto, 1f1b, .*; got 'gpipe'"),
-        ({"chunks": 0}, "chunks=0: give at least 1"),
         ({"max_tokens": 0}, "max_tokens=0: give at least 1"),
-        ({"schedule": "1f1b", "chunks": 2}, "runs whole sequences"),
         ({"schedule": "seq1f1b-i", "stages": 3}, "3 stages cannot be spread evenly, 2 on each"),
         ({"memory_limit": (1, 2)}, "give the positive bytes of each of 4 ranks"),
         ({"lengths": [5, 0]}, "sequence 1 has no token"),

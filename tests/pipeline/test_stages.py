@@ -6,8 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_flexseq.base.topology import Topology
+from hf_flexseq.distributed.communicator import Communicator
+from hf_flexseq.pipeline.checkpoint import StageMember, save_stage
 from hf_flexseq.pipeline.stages import cut
 from tests.hf.tiny import VOCAB
+from tests.threads import ThreadHub
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": VOCAB}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -72,3 +76,30 @@ def test_a_stage_cannot_be_called_or_generate():
             stage.stack.model(ids)
         with pytest.raises(NotImplementedError, match="one stage of a pipeline"):
             stage.stack.model.generate(ids, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "task"),
+    [
+        ("model-00002-of-00002.safetensors", "rank 0, clearing"),
+        ("model-00002-of-00002.safetensors.partial", "rank 1, writing"),
+        ("model.safetensors.index.json.partial", "rank 0, writing the index of"),
+    ],
+)
+def test_no_rank_waits_for_another_one_that_cannot_write(tmp_path, in_the_way, task):
+    """A folder is where a file should be written."""
+    stages = stages_of(model_of("llama"), 2)
+    (tmp_path / in_the_way).mkdir()
+
+    def save(transport):
+        communicator = Communicator(Topology(nodes=1, ranks_per_node=2), transport=transport)
+        stage = stages[transport.rank]
+        member = StageMember(stage=stage, communicator=communicator, index=0, is_sharded=False)
+        with pytest.raises(RuntimeError) as caught:
+            save_stage(member, str(tmp_path), dict)
+        return str(caught.value)
+
+    first, second = ThreadHub(2).run(save)
+    assert first == second
+    assert first.startswith(f"{task} {tmp_path}")
+    assert not (tmp_path / "model.safetensors.index.json").exists()

@@ -64,7 +64,7 @@ def test_a_plan_with_units_is_read_as_it_was_written():
     plan = planned()
     check(plan, Topology(nodes=1, ranks_per_node=1), 15)
     assert Plan.from_record(plan.to_record()) == plan
-    assert Plan.from_bytes(plan.to_bytes()) == plan
+    assert Plan.from_json(plan.to_json()) == plan
     other = UNIT._replace(nodes=(*UNIT.nodes[:2], Node(0, 1), UNIT.nodes[3]))
     assert planned(units=(other,)).digest() != plan.digest()
     (group,) = plan_of_groups((3,), [group_alone(0)]).to_record()["micro_batches"][0]["groups"]

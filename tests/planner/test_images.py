@@ -40,7 +40,7 @@ def planned_so(patches, lengths, cost=COST, tower=TOWER, **options):
 def test_a_graph_is_kept_where_the_step_does_not_need_its_memory():
     plan = planned_so(patches_of_share(0.5), [1000] * 8)
     assert plan.keeps_graph
-    assert plan.placement.loads == (TOWER.image_ns(images_of(patches_of_share(0.5))[0]),) * 8
+    assert plan.loads == (TOWER.image_ns(images_of(patches_of_share(0.5))[0]),) * 8
 
 
 def test_a_graph_is_not_kept_where_a_sequence_fits_nowhere_beside_it():
@@ -51,7 +51,7 @@ def test_a_graph_is_not_kept_where_a_sequence_fits_nowhere_beside_it():
     assert make_plan(lengths, NODE, COST, held_tokens=held).lengths == tuple(lengths)
     # forward once more, and features alone are held
     kept = planned_so(patches_of_share(0.5), [1000] * 8)
-    assert plan.placement.seconds == pytest.approx(4 / 3 * kept.placement.seconds, rel=1e-6)
+    assert plan.seconds == pytest.approx(4 / 3 * kept.seconds, rel=1e-6)
     assert plan.held_bytes == TOWER.tokens(patches_of_share(0.5)) * TOWER.token_bytes
 
 

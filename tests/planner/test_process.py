@@ -22,7 +22,7 @@ from hf_flexseq.cost.sharding import FsdpFigures
 from hf_flexseq.pipeline.planning import PipelineOptions
 from hf_flexseq.pipeline.planning.job import StagesJob
 from hf_flexseq.plan import PlanInfeasible
-from hf_flexseq.plan.facts import StepFacts
+from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner import make_plan
 from hf_flexseq.planner.process import client
@@ -147,7 +147,8 @@ def test_the_first_step_of_a_quick_job_does_not_wait_for_the_process(monkeypatch
 
 def test_serve_speaks_only_json_lines():
     job = groups_job(max_tokens_per_rank=10, sync="free").to_record()
-    requests = [job, {"id": 5, "lengths": [3, 4]}, {"id": 6, "lengths": [100]}]
+    of_steps = [{"id": 5, "lengths": [3, 4]}, {"id": 6, "lengths": [100]}]
+    requests = [{"job": job}, *({**one, "facts": NO_FACTS.to_record()} for one in of_steps)]
     answers = io.StringIO()
     serve(io.StringIO("".join(json.dumps(request) + "\n" for request in requests)), answers)
     first, second = (json.loads(line) for line in answers.getvalue().splitlines())
@@ -168,7 +169,7 @@ def test_a_job_comes_back_from_its_record(job):
 
 @pytest.mark.processes
 def test_a_worker_that_fails_shows_its_last_words(monkeypatch):
-    message = r"ended with code 1\n[\s\S]*unexpected keyword argument 'colour'"
+    message = r"ended with code 1\n[\s\S]*unknown keys \['colour'\]"
     job = stages_job(schedule="infinipipe")
     record = job.to_record()
     record["options"]["colour"] = "blue"

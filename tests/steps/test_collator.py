@@ -433,3 +433,10 @@ def test_a_copy_collates_as_the_collator_does(copied, other):
     found, wanted = twin([THREE]), collator([THREE])
     assert found.keys() == wanted.keys()
     assert torch.equal(found["labels"], wanted["labels"])
+
+
+def test_positions_of_a_call_lie_where_its_ids_do():
+    call = ModelCall.read({"input_ids": torch.tensor([[1, 2, 3]])}, of_tokens=True)
+    assert call.positions_in_row().tolist() == [0, 1, 2]
+    call.ids = call.ids.to("meta")  # in the place of another device
+    assert call.positions_in_row().device.type == "meta"

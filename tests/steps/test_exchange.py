@@ -66,7 +66,7 @@ def exchanged(rank, world_size, plan, topology, sources, passes):
         columns={name: columns[name] for name in names},
         lengths=tuple(plan.lengths[sequence] for sequence in own),
     )
-    plan = Plan.from_bytes(plan.to_bytes())
+    plan = Plan.from_json(plan.to_json())
     communicator = join(topology)
     layout = PlanLayout(plan, rank, passes and passes.shards)
     before = host_exchanges(communicator)

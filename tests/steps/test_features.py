@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_flexseq.base.versions import TESTED
-from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
+from hf_flexseq.plan.images import IMAGE, ImagePlan, ImageSize
 from hf_flexseq.steps.early_encoding import EarlyEncoder, first_values, weights_of
 from hf_flexseq.steps.feature_form import FeatureForm
 from hf_flexseq.steps.features import StepImages
@@ -44,11 +44,7 @@ def step_of_one_image(rows, *, is_sharded=False, keeps_graph=False, tokens=TOKEN
         [Image(size=size, arguments={})],
         rows,
         images=[size],
-        plan=ImagePlan(
-            placement=ImagePlacement(owners=(0,), stand_ins=(), loads=(1,), cheapest=0),
-            keeps_graph=keeps_graph,
-            held_bytes=0.0,
-        ),
+        plan=ImagePlan(owners=(0,), loads=(1,), cheapest=0, keeps_graph=keeps_graph),
         calls=1,
         communicator=join(),
         device=torch.device("cpu"),

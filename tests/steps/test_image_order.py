@@ -11,7 +11,7 @@ import torch
 from hf_flexseq.attention import SequenceContext, sequence_parallel_attention
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.process_groups import as_tuples
-from hf_flexseq.plan.images import IMAGE, ImagePlacement, ImagePlan, ImageSize
+from hf_flexseq.plan.images import IMAGE, ImagePlan, ImageSize
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.steps.early_encoding import EarlyEncoder, first_values, weights_of
 from hf_flexseq.steps.features import StepImages
@@ -80,14 +80,11 @@ def step_of(communicator, shards, owners):
         for sequence, owner in zip(TOKENS, owners, strict=True)
         if owner == communicator.rank
     ]
-    placement = ImagePlacement(
-        owners=owners, stand_ins=(), loads=(1,) * communicator.world_size, cheapest=0
-    )
     return StepImages(
         own,
         [rows_of(shard)[0] for shard in shards],
         images=[ImageSize(**sizes_of(sequence), data_bytes=1) for sequence in TOKENS],
-        plan=ImagePlan(placement=placement, keeps_graph=True, held_bytes=0.0),
+        plan=ImagePlan(owners=owners, loads=(1,) * communicator.world_size, cheapest=0),
         calls=1,
         communicator=communicator,
         device=CPU,

@@ -13,7 +13,7 @@ import pytest
 from hf_flexseq import FlexSeqArguments
 from hf_flexseq.cost.presets import PRESETS
 from hf_flexseq.hf.engine.finished_steps import FinishedSteps
-from hf_flexseq.plan.images import ImagePlan, place_images
+from hf_flexseq.plan.images import place_images
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.steps import trace as tracing
 from hf_flexseq.steps.trace import PlanTrace, logged_figures, plan_line
@@ -99,7 +99,7 @@ def traced(rank, world_size, path):
     """Record a step with three images and one without, on one rank."""
     trace = PlanTrace(str(path), join())
     plan = plan_of_groups((3,), [group(0, 1, 0)], objective_s=2.0)
-    of_images = ImagePlan(placement=place_images([5, 3, 4], 2), keeps_graph=False, held_bytes=0.0)
+    of_images = replace(place_images([5, 3, 4], 2), keeps_graph=False)
     for images in (SimpleNamespace(plan=of_images), None):
         step = step_of(lambda: [0.5])
         step.__dict__.update(plan=plan, images=images, waited_s=0.0, passes=1, tokens=3)

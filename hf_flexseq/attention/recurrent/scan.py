@@ -214,10 +214,9 @@ class _Scan(torch.autograd.Function):
             if run.carrying is not None:
                 run.carrying.store(finals[0].clone())
             if run.region is not None and store is not None:
-                keep = (transitions, taken)
-                kept = Kept.of(out, [x for x in keep if x is not None])
+                kept = Kept.of(out, [x for x in (transitions, taken) if x is not None])
         else:
-            transitions, taken = (*kept.others(), None, None)[:2]
+            transitions, taken = (*kept.others, None, None)[:2]
             out = kept.out
             saved = run.scan.resume(inputs, run.spread(taken))
         if run.region is not None and store is not None and not run.region.replays:

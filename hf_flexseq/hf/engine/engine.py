@@ -458,7 +458,7 @@ class FlexSeqEngine:
             lookahead,
             dispatch=self.dispatch,
             check=whole_model.planning.check,
-            read=Plan.from_bytes,
+            read=Plan.from_record,
             first_number=first_number,
             what=what,
             shares_prefixes=shares_prefixes,

@@ -252,7 +252,7 @@ class ModelPlanning:
         planned_by = self.factors_of(step.number)
         tower_s = 0.0
         if step.images is not None:
-            tower_s = step.images.plan.placement.seconds
+            tower_s = step.images.plan.seconds
         predicted_s = plan.objective_s + tower_s
         tower_s /= 1.0 if planned_by is None else planned_by[TOWER]  # by the estimate
         lengths: Sequence[int] = plan.lengths

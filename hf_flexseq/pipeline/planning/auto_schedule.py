@@ -86,8 +86,6 @@ def auto_pipeline(task: PipelineTask) -> PipelineAnswer:
 def _target(task: PipelineTask, work: CutWork, factor: float) -> float:
     """Return the work of a chunk in nanoseconds, for `factor` times the best number of chunks."""
     longest = work.between(0, max(task.lengths))
-    if task.options.chunks is not None:
-        return longest / task.options.chunks
     total = sum(work.between(0, length) for length in task.lengths)
     least = total / min(MOST_CHUNKS, sum(task.lengths))
     # the constants of a chunk's F, I and W, on a mean stage

@@ -31,9 +31,7 @@ def whole_pipeline(task: PipelineTask) -> PipelineAnswer:
 def chunked_pipeline(task: PipelineTask) -> PipelineAnswer:
     """Return sequences in chunks, in Seq1F1B's order."""
     work = CutWork.of(task.cost)
-    units = chunked_units(
-        task.lengths, task.options.chunks or SEQ1F1B_CHUNKS, work, task.options.max_tokens
-    )
+    units = chunked_units(task.lengths, SEQ1F1B_CHUNKS, work, task.options.max_tokens)
     sizes = [len(unit) for unit in units]
     actions = one_forward_one_backward(sizes, task.ranks, task.stages_per_rank)
     return PipelineAnswer(units=units, actions=actions)

@@ -1,9 +1,10 @@
 """A planning job for the stages of pipelines."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hf_flexseq.base.records import Constants, Whole
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES
 from hf_flexseq.pipeline.planning.replicas import make_step_plan
 from hf_flexseq.pipeline.planning.stage_cost import PipelineCost
@@ -13,41 +14,24 @@ from hf_flexseq.plan.facts import NO_FACTS, StepFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StagesJob:
+class StagesJob(Constants):
     """Plan how the chunks of sequences go through the stages of one pipeline or several."""
 
-    KIND: ClassVar[str] = "stages"
+    what: ClassVar[str] = "a job for stages"
 
     cost: PipelineCost
     """Nanoseconds and bytes of chunks on every stage."""
     options: PipelineOptions
     """Schedule and limits of one pipeline."""
-    replicas: int
+    replicas: Whole
     """Number of pipelines."""
+    kind: str = "stages"
 
     @property
     def is_quick(self) -> bool:
         """True but where integer programs are solved: the other schedules take 10 to 50 ms for
         512 sequences, a process 150 ms to start."""
         return not PIPELINE_SCHEDULES[self.options.schedule].needs_solver
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the job as plain JSON values."""
-        return {
-            "kind": self.KIND,
-            "cost": self.cost.to_record(),
-            "options": asdict(self.options),
-            "replicas": self.replicas,
-        }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "StagesJob":
-        """Return the job whose `to_record` gave `record`."""
-        return cls(
-            cost=PipelineCost.from_record(record["cost"]),
-            options=PipelineOptions(**record["options"]),
-            replicas=record["replicas"],
-        )
 
     def plan(self, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> StepPlan:
         """Return the plan of one optimizer step. Raises ValueError as `make_step_plan` does, and

@@ -2,7 +2,7 @@
 
     make_pipeline_plan(lengths, cost)                                      our own schedule
     make_pipeline_plan(lengths, cost, PipelineOptions(schedule="1f1b"))    whole sequences
-    ... PipelineOptions(schedule="seq1f1b", ...)                           Seq1F1B; "seq1f1b-i" has
+    ... PipelineOptions(schedule="seq1f1b")                                Seq1F1B; "seq1f1b-i" has
                                                                            several stages per rank
     ... PipelineOptions(schedule="infinipipe")                             a published system's
 

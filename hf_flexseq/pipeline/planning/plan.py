@@ -31,21 +31,12 @@ lists can contradict themselves.
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from hf_flexseq.base.values import (
-    MAX_TOKENS,
-    VERSION,
-    duration,
-    fields_of,
-    items,
-    quoted,
-    whole,
-    wholes,
-    word,
-)
-from hf_flexseq.plan.records import Record
+from hf_flexseq.base.records import Bounds, Form, Seconds
+from hf_flexseq.base.values import MAX_TOKENS, fields_of, items, quoted, whole, wholes
+from hf_flexseq.plan.records import Lengths, NumberLists, Record
 from hf_flexseq.plan.shard import Slice
 
 # Forward, whole backward, gradient of the input, gradient of the weights.
@@ -84,6 +75,16 @@ class Action(NamedTuple):
         return cls(int(stage), kind, int(unit), int(chunk))
 
 
+def text(actions: Iterable[Action]) -> str:
+    """Return actions as one line: `0F0.0 0F0.1 0B0.1 0B0.0`."""
+    return " ".join(map(str, actions))
+
+
+def parse(line: str) -> tuple[Action, ...]:
+    """Return the actions whose `text` is `line`."""
+    return tuple(Action.parse(word) for word in line.split())
+
+
 Actions = tuple[tuple[Action, ...], ...]  # [rank] in their order
 
 
@@ -110,27 +111,74 @@ class Chunk:
         return first if first.tokens < lengths[first.sequence] else None
 
 
+# ---- records
+
+
+def _actions(name: str, lines: Any) -> Actions:
+    """Return the actions of all ranks. Raises ValueError unless each has a line of text."""
+    of_ranks = []
+    for rank, line in enumerate(items(name, lines)):
+        if not isinstance(line, str):
+            raise ValueError(
+                f"{name}[{rank}]={quoted(line)}: must be a string of actions, such as 0F0.0"
+            )
+        of_ranks.append(parse(line))
+    return tuple(of_ranks)
+
+
+def _chunks(name: str, records: Any) -> tuple[Chunk, ...]:
+    """Return chunks. Raises ValueError for other records; `check_form` compares the slices with
+    the lengths."""
+    chunks = []
+    for index, record in enumerate(items(name, records)):
+        where = f"{name}[{index}]"
+        record = fields_of(record, where, needed=("unit", "index", "slices"))
+        slices = []
+        for number, numbers in enumerate(items(f"{where}, slices", record["slices"])):
+            if len(items(f"{where}, slices[{number}]", numbers)) != 3:
+                raise ValueError(
+                    f"{where}: {quoted(numbers)} is not a slice: expected [sequence, start, stop]"
+                )
+            slices.append(Slice(*wholes(f"{where}, slices[{number}]", numbers, most=MAX_TOKENS)))
+        unit, place = (whole(f"{where}, {key}", record[key]) for key in ("unit", "index"))
+        chunks.append(Chunk(unit=unit, index=place, slices=tuple(slices)))
+    return tuple(chunks)
+
+
+def _chunk_records(chunks: Iterable[Chunk]) -> list[dict[str, Any]]:
+    records = []
+    for chunk in chunks:
+        slices = [list(part) for part in chunk.slices]
+        records.append({"unit": chunk.unit, "index": chunk.index, "slices": slices})
+    return records
+
+
+Stages = Annotated[int, Bounds(least=1, most=MAX_STAGES)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePlan(Record):
     """One optimizer step through one pipeline."""
 
-    lengths: tuple[int, ...]
+    what: ClassVar[str] = "a plan of a pipeline"
+
+    lengths: Lengths
     """Tokens per sequence; a sequence's id is its index."""
-    ranks: int
+    ranks: Stages
     """Number of ranks of the pipeline (one replica)."""
-    stages: int
+    stages: Stages
     """Number of stages, a multiple of `ranks`; stage s is on rank s % ranks."""
-    chunks: tuple[Chunk, ...]
+    chunks: Annotated[tuple[Chunk, ...], Form(_chunks, write=_chunk_records)]
     """All chunks, by unit, then by index."""
-    actions: Actions
+    actions: Annotated[Actions, Form(_actions, write=lambda lists: [*map(text, lists)])]
     """[ranks] The actions of each rank, in order."""
-    checkpointed: tuple[tuple[int, ...], ...] = ()
+    checkpointed: NumberLists
     """[stages, chunks] Layers of the stage that recompute the chunk; () for none."""
     schedule: str
     """Name of the schedule that made the plan."""
-    objective_s: float
+    objective_s: Seconds
     """Predicted seconds of the step; for `auto` at most a wait or two above `walk.py`."""
-    planning_s: float
+    planning_s: Seconds
     """Seconds that planning took; not in the digest."""
 
     @property
@@ -145,46 +193,6 @@ class PipelinePlan(Record):
     def layers_checkpointed(self, stage: int, chunk: int) -> int:
         """Return the number of layers of `stage` that recompute the chunk at this index."""
         return self.checkpointed[stage][chunk] if self.checkpointed else 0
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values; a rank's actions are one line of text."""
-        return {
-            "version": VERSION,
-            "lengths": list(self.lengths),
-            "ranks": self.ranks,
-            "stages": self.stages,
-            "chunks": [_chunk_record(chunk) for chunk in self.chunks],
-            "actions": [text(actions) for actions in self.actions],
-            "checkpointed": [list(layers) for layers in self.checkpointed],
-            "schedule": self.schedule,
-            "objective_s": self.objective_s,
-            "planning_s": self.planning_s,
-        }
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "PipelinePlan":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        values = fields_of(record, "a plan of a pipeline", needed=KEYS)
-        return cls(
-            lengths=wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS),
-            ranks=whole("ranks", values["ranks"], least=1, most=MAX_STAGES),
-            stages=whole("stages", values["stages"], least=1, most=MAX_STAGES),
-            chunks=tuple(
-                _chunk(chunk, f"chunks[{index}]")
-                for index, chunk in enumerate(items("chunks", values["chunks"]))
-            ),
-            actions=tuple(
-                parse(_text_of(line, f"actions[{rank}]"))
-                for rank, line in enumerate(items("actions", values["actions"]))
-            ),
-            checkpointed=tuple(
-                wholes(f"checkpointed[{stage}]", layers)
-                for stage, layers in enumerate(items("checkpointed", values["checkpointed"]))
-            ),
-            schedule=word("schedule", values["schedule"]),
-            objective_s=duration("objective_s", values["objective_s"]),
-            planning_s=duration("planning_s", values["planning_s"]),
-        )
 
     def check_form(self) -> None:
         """Raise ValueError, naming chunk or action, unless chunks and actions are legal.
@@ -201,53 +209,6 @@ class PipelinePlan(Record):
             raise ValueError(f"{len(self.actions)} lists of actions for {self.ranks} ranks")
         for rank, actions in enumerate(self.actions):
             _check_rank(self, rank, actions)
-
-
-# Keys of a plan's record, besides `version`.
-KEYS = tuple(one.name for one in fields(PipelinePlan))
-
-
-# ---- text and records
-
-
-def text(actions: Iterable[Action]) -> str:
-    """Return actions as one line: `0F0.0 0F0.1 0B0.1 0B0.0`."""
-    return " ".join(map(str, actions))
-
-
-def parse(line: str) -> tuple[Action, ...]:
-    """Return the actions whose `text` is `line`."""
-    return tuple(Action.parse(word) for word in line.split())
-
-
-def _chunk_record(chunk: Chunk) -> dict[str, Any]:
-    slices = [[part.sequence, part.start, part.stop] for part in chunk.slices]
-    return {"unit": chunk.unit, "index": chunk.index, "slices": slices}
-
-
-def _chunk(record: Any, where: str) -> Chunk:
-    record = fields_of(record, where, needed=("unit", "index", "slices"))
-    slices = []
-    for number, numbers in enumerate(items(f"{where}, slices", record["slices"])):
-        if len(items(f"{where}, slices[{number}]", numbers)) != 3:
-            raise ValueError(
-                f"{where}: {quoted(numbers)} is not a slice: expected [sequence, start, stop]"
-            )
-        # `check_form` compares them with the lengths
-        sequence, start, stop = wholes(f"{where}, slices[{number}]", numbers, most=MAX_TOKENS)
-        slices.append(Slice(sequence=sequence, start=start, stop=stop))
-    return Chunk(
-        unit=whole(f"{where}, unit", record["unit"]),
-        index=whole(f"{where}, index", record["index"]),
-        slices=tuple(slices),
-    )
-
-
-def _text_of(line: Any, name: str) -> str:
-    """Return a rank's line of actions. Raises ValueError unless it is text."""
-    if not isinstance(line, str):
-        raise ValueError(f"{name}={quoted(line)}: must be a string of actions, such as 0F0.0")
-    return line
 
 
 # ---- the form: chunks

@@ -52,9 +52,7 @@ def chunk_note(plans: Sequence[PipelinePlan], options: PipelineOptions) -> str:
                 parts_of_longest = count
 
     # 2. who chose so
-    if options.chunks is not None:
-        reason = f"as chunks={options.chunks} asks"
-    elif plans and options.schedule != "auto":
+    if plans and options.schedule != "auto":
         reason = f"by the rule of schedule={options.schedule!r}"
     else:
         limits = []

@@ -7,41 +7,32 @@ the end, so replicas may have different numbers of chunks.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from hf_flexseq.base.values import MAX_TOKENS, VERSION, fields_of, items, quoted, wholes, words
+from hf_flexseq.base.values import quoted
 from hf_flexseq.pipeline.planning.plan import Chunk, PipelinePlan
-from hf_flexseq.plan.records import Record
+from hf_flexseq.plan.records import Lengths, Notes, NumberLists, Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan(Record):
     """One optimizer step of pipelines."""
 
-    lengths: tuple[int, ...]
+    what: ClassVar[str] = "a step of pipelines"
+
+    lengths: Lengths
     """Tokens per sequence of the step; a sequence's id is its index."""
-    members: tuple[tuple[int, ...], ...]
+    members: NumberLists
     """[replicas] Ids of each replica's sequences, ascending; its plan numbers them from 0."""
     plans: tuple[PipelinePlan, ...]
     """[replicas] The plan of each replica."""
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
     """Reasons of the decision, one line each; not in the digest."""
 
     @property
     def objective_s(self) -> float:
         """Predicted seconds of the step, on its slowest replica."""
         return max((plan.objective_s for plan in self.plans), default=0.0)
-
-    @property
-    def planner(self) -> str:
-        """Name of the replicas' schedule."""
-        schedules = dict.fromkeys(plan.schedule for plan in self.plans)
-        return "+".join(schedules)
-
-    @property
-    def planning_s(self) -> float:
-        """Seconds that planning took, summed over replicas."""
-        return sum(plan.planning_s for plan in self.plans)
 
     def chunks(self, replica: int) -> tuple[Chunk, ...]:
         """Return the replica's chunks, with sequence ids of the whole step."""
@@ -53,33 +44,6 @@ class StepPlan(Record):
             )
             chunks.append(replace(chunk, slices=slices))
         return tuple(chunks)
-
-    def to_record(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "lengths": list(self.lengths),
-            "members": [list(ids) for ids in self.members],
-            "plans": [plan.to_record() for plan in self.plans],
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "StepPlan":
-        """Inverse of `to_record`. Raises ValueError for any other record."""
-        needed = ("lengths", "members", "plans")
-        values = fields_of(record, "a step of pipelines", needed=needed, optional=("notes",))
-        lengths = wholes("lengths", values["lengths"], least=1, most=MAX_TOKENS)
-        return cls(
-            lengths=lengths,
-            members=tuple(
-                wholes(f"members[{replica}]", ids, most=len(lengths) - 1)
-                for replica, ids in enumerate(items("members", values["members"]))
-            ),
-            plans=tuple(
-                PipelinePlan.from_record(plan) for plan in items("plans", values["plans"])
-            ),
-            notes=words("notes", values.get("notes", ())),
-        )
 
     def decision(self) -> dict[str, Any]:
         """Return the record without planning seconds and notes."""

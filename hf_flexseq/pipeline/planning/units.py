@@ -13,7 +13,9 @@ A planner may try many units before one becomes chunks, so they are plain lists 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
+from hf_flexseq.base.records import Constants
 from hf_flexseq.base.registry import PIPELINE_SCHEDULES, entry_of
 from hf_flexseq.pipeline.planning.plan import Actions, Chunk, PipelinePlan
 from hf_flexseq.pipeline.planning.stage_cost import ChunkCosts, ChunkShape, PipelineCost, shape_of
@@ -27,27 +29,22 @@ Layers = tuple[tuple[int, ...], ...]  # [stage][chunk]; () for none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineOptions:
+class PipelineOptions(Constants):
     """Options of planning a step. Raises ValueError for invalid values, alone or together."""
+
+    what: ClassVar[str] = "the options of a pipeline's plan"
 
     schedule: str = "auto"
     """Name of the schedule, one of PIPELINE_SCHEDULES."""
-    chunks: int | None = None
-    """Chunks of the longest sequence; None lets the planner choose."""
     max_tokens: int | None = None
     """Maximum tokens of a chunk; None for no limit."""
-    memory_limit: Sequence[int] | None = None
+    memory_limit: tuple[int, ...] | None = None
     """Bytes that each rank has for chunks in flight; None for no limit."""
 
     def __post_init__(self) -> None:
         entry_of("schedule", self.schedule, PIPELINE_SCHEDULES)
-        for name, value in (("chunks", self.chunks), ("max_tokens", self.max_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1")
-        if self.schedule == "1f1b" and (self.chunks or 1) > 1:
-            raise ValueError(
-                f"schedule='1f1b' runs whole sequences, chunks={self.chunks} is for the others"
-            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: give at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +67,7 @@ class PipelineTask:
         limit = self.options.memory_limit
         if limit is not None and (len(limit) != self.ranks or min(limit) < 1):
             raise ValueError(
-                f"memory_limit={tuple(limit)}: give the positive bytes of each of {self.ranks} "
-                "ranks"
+                f"memory_limit={limit}: give the positive bytes of each of {self.ranks} ranks"
             )
 
     @property

@@ -14,7 +14,7 @@ is a separate replica.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -46,7 +46,6 @@ from hf_flexseq.hf.model.shared_prefixes import OFF
 from hf_flexseq.hf.model.towers import reader_of_text
 from hf_flexseq.pipeline.checkpoint import StageMember
 from hf_flexseq.pipeline.cost import StageTokenBytes, pipeline_cost, room_bytes
-from hf_flexseq.pipeline.exchange import chunk_routes
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.planning import PipelineOptions
 from hf_flexseq.pipeline.planning.job import StagesJob
@@ -56,7 +55,7 @@ from hf_flexseq.pipeline.planning.walk import check_step
 from hf_flexseq.pipeline.reduction import equalise, reduce_gradients
 from hf_flexseq.pipeline.sharding import ShardedStage
 from hf_flexseq.pipeline.stages import Stage, cut
-from hf_flexseq.pipeline.step import RankChunks, traced
+from hf_flexseq.pipeline.step import RankChunks, chunk_routes, traced
 from hf_flexseq.pipeline.trainer.checks import check_divides
 from hf_flexseq.pipeline.trainer.loading import stage_of
 from hf_flexseq.pipeline.ulysses import Sharing
@@ -158,7 +157,7 @@ class PipelineEngine(FlexSeqEngine):
             return None
         return ShardedStage(self.stage, replicas.process_group, param_dtype=cast_dtype)
 
-    def _room(self, cost: CostModel) -> Sequence[int]:
+    def _room(self, cost: CostModel) -> tuple[int, ...]:
         """Return the bytes that each rank of a pipeline has left besides its stage's state."""
         sharded_over = self.ranks_per_stage if self.sharded is not None else 1
         return room_bytes(cost, self.stage, sharded_over=sharded_over, mixed=self._is_mixed)
@@ -241,7 +240,7 @@ class PipelineEngine(FlexSeqEngine):
             lookahead,
             dispatch=self.dispatch,
             check=check_step,
-            read=StepPlan.from_bytes,
+            read=StepPlan.from_record,
             first_number=first_number,
             what=what,
             images=reader_of_text(config, "the stages of a pipeline take text"),

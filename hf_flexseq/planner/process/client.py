@@ -96,7 +96,6 @@ class PlannerWorker:
     """A planning process for one job."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
             # -P: the folder of start.py is not for imports, either
@@ -122,7 +121,7 @@ class PlannerWorker:
         self._submitted: set[int] = set()
         self._closed = False
 
-        self._send(job.to_record())
+        self.use(job)
         for loop in (self._write, self._read):
             name = f"flexseq-planner{loop.__name__}"
             threading.Thread(target=loop, daemon=True, name=name).start()
@@ -144,7 +143,7 @@ class PlannerWorker:
             if self._job.is_quick and not facts:
                 self._first_lengths = tokens
                 return
-        self._send({"id": step, "lengths": tokens, **facts.to_record()})
+        self._send({"id": step, "lengths": tokens, "facts": facts.to_record()})
 
     def wait(self, step: int, seconds: float) -> str | None:
         """Wait for an answer, or for the end of the process. See `Planner.wait`."""

@@ -4,14 +4,15 @@ A `GroupsJob` asks for plans of groups and micro-batches (`make_plan`), for a wh
 registry (`base/registry.py`) names the job that asks for plans of chunks through the stages of a
 pipeline.
 
-A job goes to the planning process as the first line of its input (`worker.py`), where `kind` tells
-the two apart. Code that carries a job needs only the interface `Job`.
+A job goes to the planning process as a record (`worker.py`), where `kind` tells the two apart.
+Code that carries a job needs only the interface `Job`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+from hf_flexseq.base.records import Constants
 from hf_flexseq.base.registry import PIPELINE_JOB, object_of
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.cost import CostModel
@@ -41,10 +42,10 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupsJob:
+class GroupsJob(Constants):
     """Plan which ranks work together on which sequences."""
 
-    KIND: ClassVar[str] = "groups"
+    what: ClassVar[str] = "a job for groups"
     is_quick: ClassVar[bool] = False
     """Plans of many ranks take seconds."""
     topology: Topology
@@ -55,27 +56,7 @@ class GroupsJob:
     """Options of planning."""
     fsdp: FsdpFigures | None = None
     """Costs of FSDP2's policies; None if it shards nothing, or has no choice."""
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the job as plain JSON values."""
-        return {
-            "kind": self.KIND,
-            "topology": asdict(self.topology),
-            "cost": self.cost.to_record(),
-            "options": asdict(self.options),
-            "fsdp": None if self.fsdp is None else self.fsdp.to_record(),
-        }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "GroupsJob":
-        """Return the job whose `to_record` gave `record`."""
-        fsdp = record.get("fsdp")
-        return cls(
-            topology=Topology(**record["topology"]),
-            cost=CostModel.from_record(record["cost"]),
-            options=PlanOptions(**record["options"]),
-            fsdp=None if fsdp is None else FsdpFigures.from_record(fsdp),
-        )
+    kind: str = "groups"
 
     def plan(self, lengths: Sequence[int], facts: StepFacts = NO_FACTS) -> Plan:
         """Return the plan of one optimizer step: for ranks that hold parameters or gradients
@@ -120,7 +101,7 @@ class GroupsJob:
 def job_from_record(record: Mapping[str, Any]) -> Job:
     """Return the job of a record. Raises ValueError for an unknown kind."""
     kind = record.get("kind")
-    if kind == GroupsJob.KIND:
+    if kind == "groups":
         return GroupsJob.from_record(record)
     if kind == "stages":
         job: Job = object_of(PIPELINE_JOB).from_record(record)

@@ -1,8 +1,7 @@
 """Planning in a process of its own: JSON lines in, JSON lines out. `client.py` is the other end.
 
-    stdin   {"kind": "groups", "cost": {...}, ...}     once: the job, as in `jobs.py`
-            {"id": 7, "lengths": [...]}                then any number of requests
-            {"job": {"kind": "groups", ...}}           and of other jobs for those that follow
+    stdin   {"job": {"kind": "groups", ...}}           the job for what follows, as in `jobs.py`
+            {"id": 7, "lengths": [...], "facts": ...}  any number of requests, and of other jobs
     stdout  {"id": 7, "plan": {...}}                   one answer each, in order
             {"id": 7, "error": {"kind": "PlanInfeasible", "message": "..."}}
 
@@ -32,16 +31,14 @@ PARENT_CHECK_S = 0.5  # seconds between two looks at who the parent is
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer the requests of one stream on another until the first one ends."""
-    first_line = requests.readline()
-    if not first_line:
-        return  # the training process ended before it had a job
-    job = job_from_record(json.loads(first_line))
+    job: Job | None = None
     for line in requests:
         request = json.loads(line)
         if "job" in request:
             job = job_from_record(request["job"])
             continue
-        facts = StepFacts.from_record(request)
+        assert job is not None, "a job comes before the first request"
+        facts = StepFacts.from_record(request["facts"])
         answer = {"id": request["id"], **_answer(job, request["lengths"], facts)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -63,9 +63,8 @@ def infinipipe_pipeline(task: PipelineTask) -> PipelineAnswer:
     """Return the best plan over all K. Raises PlanInfeasible if no K has a plan."""
     # 1. the chunks of every K, and how long they take without a limit
     work = CutWork.of(task.cost)
-    counts = COUNTS if task.options.chunks is None else (task.options.chunks,)
     trials = []
-    for number, k in enumerate(counts):
+    for number, k in enumerate(COUNTS):
         units = infinipipe_units(task.lengths, k, work, task.options.max_tokens)
         unlimited_ns = _makespan(_answer(units, [_whole(units)], task), task)
         trials.append((unlimited_ns, number, units))
