@@ -15,6 +15,7 @@ from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer
 
 from hf_flexseq.hf.model.router import PROBABILITIES
+from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case
@@ -196,7 +197,7 @@ def counts_of_both_passes(rank, world_size):
 
     def take():
         sums = own_take()
-        if torch.is_grad_enabled() and not router._is_dummy:
+        if torch.is_grad_enabled():
             of_second.append(sums[PROBABILITIES].detach().double())
         return sums
 
@@ -215,6 +216,22 @@ def counts_of_both_passes(rank, world_size):
 def test_both_passes_draw_the_same_random_numbers():
     for second, first in run_ranks(counts_of_both_passes, 2):
         assert second == pytest.approx(first, rel=1e-6)
+
+
+def test_an_evaluation_runs_each_micro_batch_once(monkeypatch):
+    keep_float64(monkeypatch)
+    examples = documents(LENGTHS)
+    model = mixture()
+    engine = RandomPlanEngine(
+        Accelerator(cpu=True), 1, accepts=lambda plan: len(plan.micro_batches) > 2
+    )
+    engine.attach(model)
+    evaluation = engine.evaluation([DataCollatorForFlexSeq()(examples)])
+    for step in evaluation:
+        step.forward(model)
+        assert step.step.passes == 1
+    wanted, _ = reference("Mixtral", examples)
+    assert evaluation.mean_loss() == pytest.approx(wanted, rel=1e-10)
 
 
 # ---- what a model's router loss is

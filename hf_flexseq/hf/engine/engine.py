@@ -20,7 +20,7 @@ A step is drawn, planned, dispatched, run and finished (docs/architecture.md, th
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.console import DrawnNotes
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches, TokenLoss
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
 from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.trace import LogFigures, PlanTrace
@@ -503,18 +503,19 @@ class FlexSeqEngine:
         model: as accelerate has wrapped it. is_last: True for the last step, if it is known.
         """
         own = micro_batches_of(step)
-        passes = self.passes(own, model, is_last=is_last)
-        return own.micro_batches(passes, self._loss_of_totals(model))
-
-    def forward_micro_batches(self, step: Step, model: nn.Module) -> Generator[Inputs, None, None]:
-        """Yield the inputs of every micro-batch of a step without backward, once; the caller adds
-        the loss. Collective over the world. model: as accelerate has wrapped it."""
-        return micro_batches_of(step).micro_batches(loss=self._loss_of_totals(model))
-
-    def _loss_of_totals(self, model: nn.Module) -> TokenLoss | None:
-        """Return the router loss of a step, which depends on totals; None without one."""
         router = self.whole_model.router
-        return None if router is None else router.of_step(model)
+        passes = self.passes(own, model, is_last=is_last)
+        return own.micro_batches(passes, None if router is None else router.of_step(model))
+
+    def forward_micro_batches(self, step: Step) -> Generator[Inputs, None, None]:
+        """Yield the inputs of every micro-batch of a step without backward, once; the caller adds
+        the loss, without a router loss, which comes at the end. Collective over the world."""
+        own = micro_batches_of(step)
+        router = self.whole_model.router
+        with nullcontext({}) if router is None else router.noting() as sums:
+            yield from own.micro_batches()
+        if router is not None:
+            own.add(router.of_all_ranks(sums, self.communicator.cpu_group))
 
     @contextmanager
     def passes(

@@ -168,7 +168,7 @@ class NextTokenLoss(PlannedLoss):
         divided_by = divisor(items, self._trainer.args.device)
         self._try_model(step.row, model)
         with noted(self._engine.whole_model.planning, step):
-            for micro_batch in self._engine.forward_micro_batches(step, model):
+            for micro_batch in self._engine.forward_micro_batches(step):
                 step.add(self._forward(model, micro_batch, divided_by))
         loss = step.final_loss
         self._raise_noted()

@@ -39,6 +39,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.patches import Patch
+from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS, try_head
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.kernels.upload import to_device
@@ -199,7 +200,6 @@ class RouterLoss:
         self._wrapped: nn.Module | None = None  # the model, as accelerate has wrapped it
         self._counts: torch.Tensor | None = None  # C of the step, once it is known
         self._add_up: AddUp | None = None
-        self._is_dummy = False
         self._is_due = False  # True if the micro-batch's share has not been asked for
         self._noted: Columns | None = None  # C and P, where no share of them is wanted
         self.coefficient = self._of_model.facts.coefficient
@@ -237,10 +237,9 @@ class RouterLoss:
         self._counts, probabilities = totals.chunk(2)
         self.value = router_loss(self._counts, probabilities, self._of_model.facts.top_k)
 
-    def next(self, *, is_dummy: bool, add_up: AddUp | None) -> None:
+    def next(self, *, add_up: AddUp | None) -> None:
         """Begin the next micro-batch of the second pass; see `TokenLoss`."""
         self._check_taken()
-        self._is_dummy = is_dummy
         self._add_up = add_up
         self._is_due = True
 
@@ -249,18 +248,15 @@ class RouterLoss:
         the step, a scalar. Collective over the world where the totals are not known yet."""
         sums = self._taken()
         if self._noted is not None:
-            self._noted.update({name: value.detach() for name, value in sums.items()})
+            for name, value in sums.items():
+                self._noted[name] = self._noted.get(name, 0.0) + value.detach()
             return 0.0 * sums[PROBABILITIES].sum()
         if self._add_up is not None:
-            row = self._as_row(sums)
-            self._add_up(torch.zeros_like(row) if self._is_dummy else row)
+            self._add_up(self._as_row(sums))
             self._add_up = None
         assert self._counts is not None, "the first micro-batch has made the totals known"
         self._is_due = False
-        own = sums[PROBABILITIES]
-        if self._is_dummy:
-            return 0.0 * own.sum()
-        return router_loss(self._counts, own, self._of_model.facts.top_k)
+        return router_loss(self._counts, sums[PROBABILITIES], self._of_model.facts.top_k)
 
     def finish(self) -> None:
         """End the last micro-batch of the step."""
@@ -269,11 +265,19 @@ class RouterLoss:
 
     @contextmanager
     def noting(self) -> Iterator[Columns]:
-        """Let shares be 0 inside the block, which runs a micro-batch without a backward; the block
-        gets C and P of its tokens, [experts] each, by name."""
+        """Let shares be 0 inside the block, which runs micro-batches without a backward; the block
+        gets C and P of their tokens, [experts] each, by name."""
         noted: Columns = {}
         with Patch(self, _noted=noted):
             yield noted
+
+    def of_all_ranks(self, sums: Columns, cpu_group: CpuGroup) -> torch.Tensor:
+        """Return the router loss of a step, times its coefficient, a scalar. Collective over the
+        world. sums: C and P of this rank, [experts] each."""
+        totals = self._as_row(sums)
+        cpu_group.all_reduce(totals)  # [2 * experts] -> [2 * experts]
+        self.know(totals)
+        return (self.coefficient * self.value).to(sums[PROBABILITIES])
 
     def weighted(self, sums: Columns) -> torch.Tensor:
         """Return the router loss of C and P, [experts] each, times its coefficient, a scalar."""
