@@ -20,7 +20,7 @@ A step is drawn, planned, dispatched, run and finished (docs/architecture.md, th
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -512,10 +512,12 @@ class FlexSeqEngine:
         the loss, without a router loss, which comes at the end. Collective over the world."""
         own = micro_batches_of(step)
         router = self.whole_model.router
-        with nullcontext({}) if router is None else router.noting() as sums:
+        if router is None:
             yield from own.micro_batches()
-        if router is not None:
-            own.add(router.of_all_ranks(sums, self.communicator.cpu_group))
+            return
+        with router.noting() as sums:
+            yield from own.micro_batches()
+        own.add(router.of_all_ranks(sums, self.communicator.cpu_group))
 
     @contextmanager
     def passes(
@@ -528,7 +530,7 @@ class FlexSeqEngine:
         `micro_batches`.
         """
         self._begin(step)
-        with self.whole_model.reduction(step).of_step(step.plan, model) as before_last:
+        with self.whole_model.reducing(step, model) as before_last:
             yield before_last
         self._end(step, model, is_last=is_last)
 

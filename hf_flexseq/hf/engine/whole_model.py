@@ -10,6 +10,7 @@ A rank has all of the model, or accelerate gives it the parts that it needs (FSD
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import micro_batch_routes, united
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
-from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader
 from hf_flexseq.steps.source_row import Columns, DrawnStep, PlannedStep, SourceRow
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
@@ -101,6 +102,7 @@ class WholeModel(AttachedModel):
             lowered=lowered,
         )
         """The cost of the model, and the jobs of its planners."""
+        self._reduction = GradientReduction(self.planning, self._adapters)
 
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, setup.args)
@@ -241,20 +243,15 @@ class WholeModel(AttachedModel):
         columns = with_token_columns(row, self.token_columns).columns
         return inputs_of(shard, columns, self.setup.accelerator.device, self._contexts)
 
-    def reduction(self, step: RankMicroBatches) -> GradientReduction:
-        """Return the reduction of gradients for a step that runs now."""
+    def reducing(
+        self, step: RankMicroBatches, model: nn.Module
+    ) -> AbstractContextManager[BeforeLast]:
+        """Surround a step that runs now, whose gradients are reduced; see
+        `GradientReduction.of_step`."""
+        leaves_tower_out = self.vision is not None and not step.drawn.images
         if self.vision is not None:
             self.vision.forget_gradients()
-        return GradientReduction(
-            accelerator=self.setup.accelerator,
-            communicator=self.setup.communicator,
-            fsdp=self.planning.fsdp,
-            cost=self.planning.cost_of(step.number),
-            adapters=self._adapters,
-            lockstep=self.planning.lockstep,
-            held_tokens=step.drawn.facts.held_tokens,
-            leaves_tower_out=self.vision is not None and not step.drawn.images,
-        )
+        return self._reduction.of_step(step, model, leaves_tower_out=leaves_tower_out)
 
     def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
         """Return a function that makes the contexts of another model, which runs on the

@@ -152,13 +152,9 @@ class Answers:
         whether they end the data: some losses ask."""
         accelerator = self._trainer.accelerator
         state = accelerator.gradient_state
-        syncs = state.sync_gradients
-        state._set_sync_gradients(syncs and is_last)
-        try:
-            with self.on_batch(batch), as_drawn(loader_state, accelerator):
-                yield
-        finally:
-            state._set_sync_gradients(syncs)
+        syncs = Patch(state, sync_gradients=state.sync_gradients and is_last)
+        with syncs, self.on_batch(batch), as_drawn(loader_state, accelerator):
+            yield
 
     @contextmanager
     def on_batch(self, batch: Any) -> Iterator[None]:

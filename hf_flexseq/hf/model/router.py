@@ -277,7 +277,8 @@ class RouterLoss:
         totals = self._as_row(sums)
         cpu_group.all_reduce(totals)  # [2 * experts] -> [2 * experts]
         self.know(totals)
-        return (self.coefficient * self.value).to(sums[PROBABILITIES])
+        loss = self.weighted(dict(zip(TOTALS, totals.chunk(2), strict=True)))
+        return loss.to(sums[PROBABILITIES])
 
     def weighted(self, sums: Columns) -> torch.Tensor:
         """Return the router loss of C and P, [experts] each, times its coefficient, a scalar."""
