@@ -204,7 +204,7 @@ class FlexSeqEngine:
             self.setup, model, self.settings, lockstep=lockstep, lowered=self._lowered
         )
         self.planning = whole_model.planning
-        self._trial = SumTrial(lambda: model, self.communicator.cpu_group)
+        self._trial = SumTrial(lambda: model, lambda: self.whole_model)
         self._let_every_rank_draw()
 
     def _detach_model(self) -> None:
@@ -398,8 +398,7 @@ class FlexSeqEngine:
         if accumulation < 1:
             raise ValueError(f"accumulation={accumulation}: a step has at least 1 batch per rank")
         check_accelerator(self.accelerator, self.args)  # whose settings a loop may have changed
-        whole_model = self.whole_model
-        self._trial.look(whole_model)
+        self._trial.look()
         self.reason_of_loss = self._trial.reason_not_shared
         if self.args.lookahead is None and self._training is None:
             found = own_code_of_data(dataloader)
@@ -410,7 +409,7 @@ class FlexSeqEngine:
             while (
                 step := self.next_step(iterator, accumulation, first_number=first_number)
             ) is not None:
-                item = TrainingItem(step, whole_model, self._trial, self.micro_batches)
+                item = TrainingItem(step, self.whole_model, self._trial, self.micro_batches)
                 yield item
                 item.check_has_run()
                 self.finish(step)
@@ -430,12 +429,11 @@ class FlexSeqEngine:
         """Return one pass over a prepared dataloader, collated by `DataCollatorForFlexSeq`,
         without gradients: its steps have a `forward` instead of a `backward`."""
         self._check_attached()
-        whole_model = self.whole_model
-        self._trial.look(whole_model)
+        self._trial.look()
         return Evaluation(
             dataloader,
             self.evaluation_steps,
-            whole_model,
+            self.whole_model,
             self._trial,
             self.forward_micro_batches,
         )
