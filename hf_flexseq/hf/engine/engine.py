@@ -160,7 +160,7 @@ class FlexSeqEngine:
     def cost(self) -> CostModel | None:
         """The cost of the model that was attached last, as far as its steps have taught; None
         before."""
-        return None if self.planning is None else self.planning.cost_so_far
+        return None if self.planning is None else self.planning.cost_of(None)
 
     @property
     def last_figures(self) -> LogFigures | None:

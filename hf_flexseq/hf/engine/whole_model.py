@@ -311,7 +311,7 @@ class ModelImages:
 
     def planned(self, step: DrawnStep) -> DrawnStep:
         """Return a step that says how its images are encoded, and what memory they take."""
-        cost = self._planning.cost_of_plans(self._planning.factors_of(step.number))
+        cost = self._planning.cost_of_plans(step.number)
         assert cost.tower is not None, "a model with images has a tower"
         plan = plan_images(
             step.images,
