@@ -30,7 +30,7 @@ from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model, layer_calls
 from hf_flexseq.hf.model.loss_kinds import FIGURES
-from hf_flexseq.hf.model.noise import dropout_module, noisy_option
+from hf_flexseq.hf.model.noise import dropout_in, noisy_option
 from hf_flexseq.hf.model.towers import adapter_states
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels.upload import to_device
@@ -80,8 +80,8 @@ class Answers:
         model = self._trainer.model
         self._adapters = adapter_states(model.modules())
         settings = self._engine.settings
-        options = noisy_option(base_model(model).config)
-        draws_noise = dropout_module(model) or options or settings.noise
+        option = noisy_option(base_model(model).config)
+        draws_noise = dropout_in(model) or option or settings.noise
         self._reuses = self._head.is_own and not draws_noise
 
     def clear(self) -> None:

@@ -167,6 +167,10 @@ class RouterSums:
         sums, self._sums = self._sums, None
         return sums
 
+    def loss(self, sums: Columns) -> torch.Tensor:
+        """Return the router loss of C and P, [experts] each among `sums`, a scalar."""
+        return router_loss(sums[COUNTS], sums[PROBABILITIES], self.facts.top_k)
+
     def _ask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Have the decoder return its routers' logits."""
         if "seq_ctx" not in kwargs:
@@ -235,7 +239,7 @@ class RouterLoss:
     def know(self, totals: torch.Tensor) -> None:
         """Take C and P of the whole step, [2 * experts] on the CPU."""
         self._counts, probabilities = totals.chunk(2)
-        self.value = router_loss(self._counts, probabilities, self._of_model.facts.top_k)
+        self.value = self._of_model.loss({COUNTS: self._counts, PROBABILITIES: probabilities})
 
     def next(self, *, add_up: AddUp | None) -> None:
         """Begin the next micro-batch of the second pass; see `TokenLoss`."""
@@ -256,7 +260,7 @@ class RouterLoss:
             self._add_up = None
         assert self._counts is not None, "the first micro-batch has made the totals known"
         self._is_due = False
-        return router_loss(self._counts, sums[PROBABILITIES], self._of_model.facts.top_k)
+        return self._of_model.loss({**sums, COUNTS: self._counts})
 
     def finish(self) -> None:
         """End the last micro-batch of the step."""
@@ -277,13 +281,12 @@ class RouterLoss:
         totals = self._as_row(sums)
         cpu_group.all_reduce(totals)  # [2 * experts] -> [2 * experts]
         self.know(totals)
-        loss = self.weighted(dict(zip(TOTALS, totals.chunk(2), strict=True)))
-        return loss.to(sums[PROBABILITIES])
+        assert self.value is not None, "it is known now"
+        return self.coefficient * self.value.to(sums[PROBABILITIES])
 
     def weighted(self, sums: Columns) -> torch.Tensor:
         """Return the router loss of C and P, [experts] each, times its coefficient, a scalar."""
-        top_k = self._of_model.facts.top_k
-        return self.coefficient * router_loss(sums[COUNTS], sums[PROBABILITIES], top_k)
+        return self.coefficient * self._of_model.loss(sums)
 
     def _check_taken(self) -> None:
         assert not self._is_due, "a micro-batch has run without its share of the router loss"
