@@ -391,8 +391,7 @@ def _contradiction(call: Call, layers: Sequence[Layer]) -> str | None:
     called = {
         "reach": call.asked.reach,
         "softcap": call.asked.softcap,
-        # Kernels are chosen by the larger one of queries and values.
-        "width": max(call.head_dim, call.value_dim),
+        "width": call.width,
     }
     for name, of_call in called.items():
         configured = getattr(kind, name)

@@ -49,15 +49,8 @@ class LayerKind(NamedTuple):
     query_heads: int
     kv_heads: int
     """Heads of keys and values; fewer than query heads where several of these share one."""
-    head_dim: int
-    """Size of a head of queries and keys."""
-    value_dim: int
-    """Size of a head of values."""
-
-    @property
-    def width(self) -> int:
-        """The head size that a kernel sees: the smaller of queries and values is padded."""
-        return max(self.head_dim, self.value_dim)
+    width: int
+    """Size of a head as a kernel sees it: the smaller of queries and values is padded."""
 
 
 class Layer(NamedTuple):
@@ -145,14 +138,13 @@ def _attention(config: PreTrainedConfig, layer: int, kind: str) -> LayerKind:
     reach = _reach(config, layer, kind)
     if getattr(_of_layer(config, layer), "num_attention_heads", None) is None:
         raise UnknownLayers(f"its configuration has no num_attention_heads; {_KNOWN}")
-    query_heads, kv_heads, head_dim, value_dim = _head_sizes(config, layer, kind)
+    query_heads, kv_heads, width = _head_sizes(config, layer, kind)
     return LayerKind(
         reach=reach,
         softcap=_softcap(config),
         query_heads=query_heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
+        width=width,
     )
 
 
@@ -205,9 +197,8 @@ def _softcap(config: PreTrainedConfig) -> float | None:
     return softcap
 
 
-def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> tuple[int, int, int, int]:
-    """Return numbers and sizes of a layer's heads: query heads, key and value heads, the size of a
-    query or key head, and of a value head."""
+def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> tuple[int, int, int]:
+    """Return a layer's query heads, its key and value heads, and the size of its largest heads."""
     of_layer = _of_layer(config, layer)
     heads: int = of_layer.num_attention_heads
     kv_heads: int = getattr(of_layer, "num_key_value_heads", None) or heads
@@ -216,14 +207,14 @@ def _head_sizes(config: PreTrainedConfig, layer: int, kind: str) -> tuple[int, i
     rope_dim = getattr(of_layer, "qk_rope_head_dim", None)
     nope_dim = getattr(of_layer, "qk_nope_head_dim", None)
     if rope_dim is not None and nope_dim is not None:
-        return heads, heads, nope_dim + rope_dim, of_layer.v_head_dim or nope_dim
+        return heads, heads, max(nope_dim + rope_dim, of_layer.v_head_dim or nope_dim)
 
     # 2. attention with heads of its own
     head_dim: int = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // heads
     value_dim: int = getattr(of_layer, "v_head_dim", None) or head_dim
     if config.model_type == "mimo_v2_flash" and kind == "sliding_attention":
         kv_heads *= 2
-    return heads, kv_heads, head_dim, value_dim
+    return heads, kv_heads, max(head_dim, value_dim)
 
 
 def _of_layer(config: PreTrainedConfig, layer: int, option: str | None = None) -> PreTrainedConfig:

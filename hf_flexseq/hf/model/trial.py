@@ -82,10 +82,8 @@ class Call(NamedTuple):
     """Class of the layer."""
     asked: Asked
     """Its reach and scores."""
-    head_dim: int
-    """Size of a head of queries and keys."""
-    value_dim: int
-    """Size of a head of values."""
+    width: int
+    """Size of a head, of queries and keys or of values, whichever is larger."""
     dropout: float
     """Probability with which it drops weights of attention."""
     blocks: str | None = None
@@ -330,7 +328,8 @@ def _trial_attention(
             "attention of a sequence over itself"
         )
     rows, heads, tokens, head_dim = query.shape
-    seq_ctx.calls.append(Call(name, asked, head_dim, value.shape[-1], dropout, blocks))
+    width = max(head_dim, value.shape[-1])
+    seq_ctx.calls.append(Call(name, asked, width, dropout, blocks))
     return query.new_empty(rows, tokens, heads, value.shape[-1]), None
 
 
