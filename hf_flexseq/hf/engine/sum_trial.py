@@ -345,7 +345,7 @@ class SumTrial:
         is attached."""
         self._model_of = model_of
         self._attached = attached
-        self._forwards: list[Any] | None = None  # of all modules, when the code was looked at
+        self._forwards: list[Any] = []  # of all modules, when the code was looked at
         self._code: tuple[str, ...] = ()
         self._passed: tuple[str, ...] = ()
         self._is_due = False  # on all ranks alike
@@ -389,8 +389,6 @@ class SumTrial:
         model's own loss is another one, and for code that has come into the model after its first
         step.
         """
-        if self._forwards is None:
-            return
         if not self._is_due:
             self._refuse_later_code()
             return

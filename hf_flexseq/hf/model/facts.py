@@ -239,8 +239,6 @@ def _active_params(model: nn.Module, params: int) -> int | None:
 
 def _tied_elements(model: nn.Module) -> int:
     """Count the elements of an embedding that is also the head; 0 if this rank has not both."""
-    if not isinstance(model, PreTrainedModel):
-        return 0
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     head = getattr(model.get_output_embeddings(), "weight", None)
     if head is None or head is not embedding:
