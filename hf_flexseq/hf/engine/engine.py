@@ -398,6 +398,7 @@ class FlexSeqEngine:
         if accumulation < 1:
             raise ValueError(f"accumulation={accumulation}: a step has at least 1 batch per rank")
         check_accelerator(self.accelerator, self.args)  # whose settings a loop may have changed
+        whole_model = self.whole_model
         self._trial.look()
         self.reason_of_loss = self._trial.reason_not_shared
         if self.args.lookahead is None and self._training is None:
@@ -409,7 +410,7 @@ class FlexSeqEngine:
             while (
                 step := self.next_step(iterator, accumulation, first_number=first_number)
             ) is not None:
-                item = TrainingItem(step, self.whole_model, self._trial, self.micro_batches)
+                item = TrainingItem(step, whole_model, self._trial, self.micro_batches)
                 yield item
                 item.check_has_run()
                 self.finish(step)
@@ -429,11 +430,12 @@ class FlexSeqEngine:
         """Return one pass over a prepared dataloader, collated by `DataCollatorForFlexSeq`,
         without gradients: its steps have a `forward` instead of a `backward`."""
         self._check_attached()
+        whole_model = self.whole_model
         self._trial.look()
         return Evaluation(
             dataloader,
             self.evaluation_steps,
-            self.whole_model,
+            whole_model,
             self._trial,
             self.forward_micro_batches,
         )
