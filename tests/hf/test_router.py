@@ -14,6 +14,7 @@ from transformers import Trainer
 from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer
 
+from hf_flexseq.hf.model import router
 from hf_flexseq.hf.model.router import PROBABILITIES
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from tests.differential.case import sft_trainer
@@ -181,6 +182,35 @@ def test_two_ranks_equal_one_process_with_the_step_as_one_batch(tmp_path):
         assert len(logged(stock.log, "aux_loss")) == (2 if kind in ("sft", "dpo") else 0)
 
 
+@pytest.mark.slow
+def test_sums_of_routers_are_computed_once_in_a_call(tmp_path, monkeypatch):
+    calls = []
+    original = router.router_sums
+
+    def counted(*given):
+        calls.extend(["sums"] if len(given) == 3 else [])  # else on numbers, before training
+        return original(*given)
+
+    monkeypatch.setattr(router, "router_sums", counted)
+    trainer = trainer_of(
+        *(OwnLoss, tmp_path),
+        model=mixture(),
+        train_dataset=dataset(8),
+        batch=8,
+        max_steps=1,
+        flexseq={"max_tokens_per_rank": 1000},
+    )
+
+    def note(module, args, kwargs):
+        if kwargs.get("seq_ctx") is not None:
+            calls.append("call")
+
+    model = trainer.model.get_decoder()
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        trainer.train()
+    assert calls.count("sums") == calls.count("call") > 0
+
+
 # ---- both passes
 
 
@@ -193,7 +223,7 @@ def counts_of_both_passes(rank, world_size):
     engine.attach(model)
     router = engine.whole_model.router
     of_second = []
-    own_take = router._of_model.take
+    own_take = router.of_calls.take
 
     def take():
         sums = own_take()
@@ -201,7 +231,7 @@ def counts_of_both_passes(rank, world_size):
             of_second.append(sums[PROBABILITIES].detach().double())
         return sums
 
-    router._of_model.take = take
+    router.of_calls.take = take
     known = []
     own_know = router.know
     router.know = lambda totals: (known.append(totals.clone()), own_know(totals))

@@ -102,6 +102,9 @@ class LabelHead:
         """Count for a router loss inside a block, if there is one."""
         if not self._has_router_loss:
             return nullcontext()
+        if whole_model.router is not None:
+            self._router = whole_model.router.of_calls
+            return nullcontext()
         self._router = RouterSums(self._model)
         return self._router.attached
 

@@ -192,13 +192,14 @@ class RouterLoss:
 
     def __init__(self, model: nn.Module, base: PreTrainedModel) -> None:
         """model: may be a PEFT model, with `base` inside."""
-        self._of_model = RouterSums(base)
+        self.of_calls = RouterSums(base)
+        """Counts C and P of each call, for whoever takes them."""
         entries: set[nn.Module] = {base}
         if model is not base:  # some adapters call the model past its hooks
             entries.add(model.base_model)
         for entry in entries:
             hook = entry.register_forward_pre_hook(self._without_own, with_kwargs=True)
-            self._of_model.attached.enter_context(hook)
+            self.of_calls.attached.enter_context(hook)
         takes = inspect.signature(type(base).forward).parameters
         self._head_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._wrapped: nn.Module | None = None  # the model, as accelerate has wrapped it
@@ -206,7 +207,7 @@ class RouterLoss:
         self._add_up: AddUp | None = None
         self._is_due = False  # True if the micro-batch's share has not been asked for
         self._noted: Columns | None = None  # C and P, where no share of them is wanted
-        self.coefficient = self._of_model.facts.coefficient
+        self.coefficient = self.of_calls.facts.coefficient
         """Factor of the loss."""
         self.value: torch.Tensor | None = None
         """The router loss of the last step, a scalar on the CPU."""
@@ -220,7 +221,7 @@ class RouterLoss:
 
     def detach(self) -> None:
         """Leave nothing on the model. A second call does nothing."""
-        self._of_model.attached.close()
+        self.of_calls.attached.close()
         self._wrapped = None
 
     def _without_own(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -239,7 +240,7 @@ class RouterLoss:
     def know(self, totals: torch.Tensor) -> None:
         """Take C and P of the whole step, [2 * experts] on the CPU."""
         self._counts, probabilities = totals.chunk(2)
-        self.value = self._of_model.loss({COUNTS: self._counts, PROBABILITIES: probabilities})
+        self.value = self.of_calls.loss({COUNTS: self._counts, PROBABILITIES: probabilities})
 
     def next(self, *, add_up: AddUp | None) -> None:
         """Begin the next micro-batch of the second pass; see `TokenLoss`."""
@@ -260,7 +261,7 @@ class RouterLoss:
             self._add_up = None
         assert self._counts is not None, "the first micro-batch has made the totals known"
         self._is_due = False
-        return self._of_model.loss({**sums, COUNTS: self._counts})
+        return self.of_calls.loss({**sums, COUNTS: self._counts})
 
     def finish(self) -> None:
         """End the last micro-batch of the step."""
@@ -286,13 +287,13 @@ class RouterLoss:
 
     def weighted(self, sums: Columns) -> torch.Tensor:
         """Return the router loss of C and P, [experts] each, times its coefficient, a scalar."""
-        return self.coefficient * self._of_model.loss(sums)
+        return self.coefficient * self.of_calls.loss(sums)
 
     def _check_taken(self) -> None:
         assert not self._is_due, "a micro-batch has run without its share of the router loss"
 
     def _taken(self) -> Columns:
-        sums = self._of_model.take()
+        sums = self.of_calls.take()
         assert sums is not None, "the model has run on a micro-batch"
         return sums
 
