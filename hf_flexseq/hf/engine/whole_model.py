@@ -114,7 +114,7 @@ class WholeModel(AttachedModel):
         super().__init__(model, base, setup.accelerator, layers, settings)
         self._images: ModelImages | None = None
         if self.vision is not None:
-            self._images = ModelImages(setup, base, self.vision, self.planning)
+            self.images = self._images = ModelImages(setup, base, self.vision, self.planning)
 
     def _adapters_of(self, base: PreTrainedModel) -> "ExpertAdapters | None":
         """Return the adapters on experts that are spread over ranks; None without any."""
@@ -216,11 +216,6 @@ class WholeModel(AttachedModel):
             encode_ahead=None if self._images is None else self._images.encode_ahead,
         )
 
-    @property
-    def images(self) -> ImageReader | None:
-        """Reads the images of rows, or refuses them; None for a model of text."""
-        return self.text_reader if self._images is None else self._images
-
     def _contexts_by(self, kernel: Kernel, both_ways: Collection[int] = ()) -> ModelContexts:
         """Return a maker of contexts with a model's kernel, whose layers `both_ways` show images
         both ways."""
@@ -278,10 +273,9 @@ class WholeModel(AttachedModel):
 # ---- its images
 
 
-class ModelImages:
-    """The images of an attached model, from rows to features; see `ImageReader` for `read`,
-    `planned`, `draws_noise`. How a step uses them is in `steps/features.py`; how the model takes
-    them is in `model/vision.py`."""
+class ModelImages(ImageReader):
+    """The images of an attached model, from rows to features. How a step uses them is in
+    `steps/features.py`; how the model takes them is in `model/vision.py`."""
 
     def __init__(
         self,

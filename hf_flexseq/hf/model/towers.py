@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_flexseq.cost.tower import TowerShape
 from hf_flexseq.hf.model.noise import has_noise_of_its_own, noisy_option
 from hf_flexseq.steps.images import TYPES, RowImages
-from hf_flexseq.steps.source_row import DrawnStep, SourceRow
+from hf_flexseq.steps.prefetch import NO_IMAGES, ImageReader
+from hf_flexseq.steps.source_row import SourceRow
 
 # Names of sizes in configurations of vision models, and a usual tower where they have none.
 _SIZES: dict[str, tuple[tuple[str, ...], int]] = {
@@ -150,8 +151,8 @@ _PLACEHOLDERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TextReader:
+@dataclass(frozen=True)
+class TextReader(ImageReader):
     """Reads rows of a model that could take images elsewhere, and takes none here."""
 
     config: PreTrainedConfig
@@ -165,20 +166,10 @@ class TextReader:
             raise NotImplementedError(f"{what}; {self.why}: train on examples of text alone")
         return replace(row, images=RowImages(placeholders={}))
 
-    @property
-    def draws_noise(self) -> bool:
-        """Return False: there are no features."""
-        return False
 
-    def planned(self, step: DrawnStep) -> DrawnStep:
-        """Return a step, which has no images."""
-        return step
-
-
-def reader_of_text(config: PreTrainedConfig, why: str) -> TextReader | None:
-    """Return the reader that refuses rows with other tokens than text; None for a model of
-    text."""
-    return None if config.get_text_config() is config else TextReader(config, why)
+def reader_of_text(config: PreTrainedConfig, why: str) -> ImageReader:
+    """Return the reader that refuses rows with other tokens than text."""
+    return NO_IMAGES if config.get_text_config() is config else TextReader(config, why)
 
 
 def placeholders_of(config: PreTrainedConfig) -> dict[str, int]:
