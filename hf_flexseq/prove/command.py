@@ -32,7 +32,7 @@ from hf_flexseq.base.versions import (
 )
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
+from hf_flexseq.hf.model.layer_kinds import has_recurrent
 from hf_flexseq.hf.model.layer_memory import reason_without_choices
 from hf_flexseq.hf.model.probe import lively_copy, probe_model
 from hf_flexseq.hf.model.router import RouterFacts, UnknownRouterLoss
@@ -333,7 +333,7 @@ def _bounds(model: PreTrainedModel, control: float, *, bf16: bool) -> ErrorBound
         return ErrorBounds(loss=1e-2, gradient=TIMES_CONTROL * control)
     if model.dtype == torch.float32:
         return FLOAT32
-    own = FLOAT64_SCANS if recurrent_kinds(model.config.get_text_config()) else FLOAT64
+    own = FLOAT64_SCANS if has_recurrent(model.config.get_text_config()) else FLOAT64
     # A model that loses digits where it computes in float32 has no more of them in float64.
     return own._replace(gradient=max(own.gradient, min(control, FLOAT32.gradient)))
 

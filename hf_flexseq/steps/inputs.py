@@ -55,6 +55,7 @@ def inputs_of(
     if not shard.tokens:
         shard = with_dummy(shard)
         columns = _dummy_columns(columns)
+        row_counts = torch.zeros(1, dtype=torch.int64)  # it is in no row
     inputs: Inputs = {}
     virtual = columns.pop(VIRTUAL_NUMBERS, None)
     noise_keys, noise_sizes = columns.pop(KEYS, None), columns.pop(SIZES, None)

@@ -47,9 +47,9 @@ class TokenLoss(Protocol):
     def know(self, totals: torch.Tensor) -> None:
         """Take the totals of the step, [n] on the CPU."""
 
-    def next(self, *, is_dummy: bool, add_up: AddUp | None) -> None:
-        """Begin the next micro-batch of the second pass. is_dummy: True if its only token is a
-        dummy. add_up: gets its share between forward and backward, if totals are unknown."""
+    def next(self, *, add_up: AddUp | None) -> None:
+        """Begin the next micro-batch of the second pass. add_up: gets its share between forward
+        and backward, if totals are unknown."""
 
     def finish(self) -> None:
         """End the last micro-batch of the step."""
@@ -200,9 +200,7 @@ class RankMicroBatches(RankStep[Plan]):
                 drawn_before: AbstractContextManager[None] = nullcontext()
                 if loss is not None:
                     is_counted = index != self.last_of_plan
-                    loss.next(
-                        is_dummy=not self.counts[index], add_up=None if is_counted else add_up
-                    )
+                    loss.next(add_up=None if is_counted else add_up)
                     if is_counted:
                         drawn_before = self.random_state_of(index)
                 with self.running(index, following, before_last), drawn_before:
@@ -220,8 +218,7 @@ class RankMicroBatches(RankStep[Plan]):
         for index, following in self.in_order([one for one in order if one != self.last_of_plan]):
             with self.running(index, following, nullcontext), torch.no_grad():
                 self.keep_random_state(index)
-                share = loss.count(self.take(index))
-            shares.append(share if self.counts[index] else torch.zeros_like(share))
+                shares.append(loss.count(self.take(index)))
 
         def add_up(share: torch.Tensor) -> None:
             totals = share.clone()

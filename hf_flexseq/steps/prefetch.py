@@ -68,19 +68,32 @@ Batches = Iterator[Mapping[str, Any]]
 Step = RankStep[Any]  # of either kind: it is only passed on
 
 
-class ImageReader(Protocol):
-    """Reads a model's images, and plans them, before they are encoded."""
+class ImageReader:
+    """Reads a model's images, and plans them, before they are encoded; by itself for a model that
+    takes none."""
 
     def read(self, row: SourceRow) -> SourceRow:
         """Return a row with its images as the model takes them. Raises ValueError or
         NotImplementedError for those that do not fit."""
+        if row.given_images:
+            raise ValueError(
+                f"examples have {', '.join(row.names_of_images)}, and the model takes no images "
+                "here; leave the columns out of the dataset"
+            )
+        return row
 
     @property
     def draws_noise(self) -> bool:
         """True if the features of an image differ each time, as under dropout."""
+        return False
 
     def planned(self, step: DrawnStep) -> DrawnStep:
-        """Return a step that says how its images are encoded, and how much memory they take."""
+        """Return a step with images, which says how they are encoded, and how much memory they
+        take."""
+        return step
+
+
+NO_IMAGES = ImageReader()
 
 
 class VersionedJob(Protocol):
@@ -109,7 +122,7 @@ class PrefetchedSteps:
         first_number: int = 0,
         what: str = "step",
         shares_prefixes: bool = False,
-        images: ImageReader | None = None,
+        images: ImageReader = NO_IMAGES,
         virtual_tokens: int = 0,
         jobs: VersionedJob | None = None,
     ) -> None:
@@ -123,7 +136,7 @@ class PrefetchedSteps:
         read: makes a plan of the record that rank 0 sends, from the plan's `to_record`.
         first_number: of the first step. what: a step is called in messages.
         shares_prefixes: True to plan rows with a common prefix as units; the same on all ranks.
-        images: reads the images of a row; None for a model of text.
+        images: reads the images of a row.
         virtual_tokens: number of them that the model puts in front of each sequence.
         jobs: by which steps are planned; None for the planner's own.
         """
@@ -251,7 +264,7 @@ class PrefetchedSteps:
             row = source_row(list(islice(self._iterator, self._num_batches)))
             if self._virtual_tokens:
                 row = with_virtual_tokens(row, self._virtual_tokens)
-            row = self._with_images(row)
+            row = self._images.read(row)
             facts = RowFacts.of(row, marks_of(row) if self._shares_prefixes else [])
 
         # 2. what all ranks have drawn
@@ -292,7 +305,7 @@ class PrefetchedSteps:
     def _submitted(self, step: DrawnStep) -> DrawnStep:
         """Ask rank 0's planner for the plan of a step; return the step, which says how its images
         are encoded."""
-        if step.images and self._images is not None:
+        if step.images:
             step = self._images.planned(step)
         if self._planner is not None:
             version = None if self._jobs is None else self._jobs.version_of(step.number)
@@ -301,18 +314,6 @@ class PrefetchedSteps:
                 self._planner.use(self._jobs.job_of(step.number))
             self._planner.submit(step.request, list(step.lengths), step.facts)
         return step
-
-    def _with_images(self, row: SourceRow) -> SourceRow:
-        """Return this rank's row with its images read. Raises ValueError for those that the model
-        does not take."""
-        if self._images is not None:
-            return self._images.read(row)
-        if row.given_images:
-            raise ValueError(
-                f"examples have {', '.join(row.names_of_images)}, and the model takes no images "
-                "here; leave the columns out of the dataset"
-            )
-        return row
 
     def _distinct_images(
         self, row: SourceRow, everyone: RowFacts, first_own: int
@@ -324,7 +325,7 @@ class PrefetchedSteps:
             return (), ()
         own = row.images.images
         images = [ImageSize(**size) for size in everyone.images]
-        if self._images is not None and self._images.draws_noise:
+        if self._images.draws_noise:
             return tuple(images), tuple(range(first_own, first_own + len(own)))
         distinct, which = distinct_images(
             own, images, everyone.image_marks, first_own, self.communicator

@@ -345,6 +345,19 @@ def test_models_that_cannot_be_trained(name, config, message):
     assert type(raised.value) is NotImplementedError
 
 
+def test_sinks_that_a_layer_keeps_to_itself_are_refused(monkeypatch):
+    """Its own function would read them from the layer, and ours gets none."""
+    original = modeling_llama.LlamaAttention.__init__
+
+    def with_sinks(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.sinks = nn.Parameter(torch.zeros(4))
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "__init__", with_sinks)
+    with refused("layer 0 asks for sinks that its call does not give"):
+        check_model(meta_model("Llama"))
+
+
 GPT2 = {"kind": "LMHeadModel", "n_embd": 32, "n_head": 4, "n_layer": 2}
 
 

@@ -1,17 +1,20 @@
 """The functions that recurrent layers call are replaced once, and only for calls with `seq_ctx`;
 models whose recurrent layers cannot be computed are refused by name."""
 
+import types
 from unittest import mock
 
 import pytest
 import torch
 from transformers.models.bamba import modeling_bamba
+from transformers.models.bamba.modeling_bamba import causal_conv1d_fn, mamba2_chunk_scan
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_flexseq.attention import SequenceContext
-from hf_flexseq.hf.model import recurrent, trial
+from hf_flexseq.hf.model import trial
 from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checks import check_model
+from hf_flexseq.hf.model.facts import model_shape
 from hf_flexseq.hf.model.recurrent import attach_recurrent, without_dispatcher
 from hf_flexseq.hf.model.rehearsal import code_of_model
 from hf_flexseq.kernels.choose import choose_kernel
@@ -174,37 +177,54 @@ def test_models_whose_recurrent_layers_are_refused(name, config, message):
         check_model(meta_model(name, **config))
 
 
-def with_a_wider_convolution(self, config, layer_idx, original=modeling_bamba.BambaMixer.__init__):
+MIXER = modeling_bamba.BambaMixer
+
+
+def with_a_wider_convolution(self, config, layer_idx, original=MIXER.__init__):
     original(self, config, layer_idx)
     self.conv1d = torch.nn.Conv1d(96, 96, kernel_size=6, groups=96, padding=5)
 
 
-def hides_its_scan(self, hidden_states, **kwargs):
+def test_sizes_of_recurrent_layers_are_those_of_their_calls(monkeypatch):
+    monkeypatch.setattr(MIXER, "__init__", with_a_wider_convolution)
+    model = meta_model("Bamba", **HYBRIDS["Bamba"])
+    check_model(model)
+    ((layers, shape),) = model_shape(model).recurrent
+    assert (layers, shape.kind, shape.width, shape.channels) == (1, "mamba2", 6, 96)
+
+
+def test_a_model_with_unknown_recurrent_layers_has_no_cost():
+    with refused("kinds linear_attention, in a form that is not known"):
+        model_shape(meta_model("Mamba"))
+
+
+def hides_its_functions(self, hidden_states, **kwargs):
     return hidden_states
 
 
-def without_the_scan(kind, known=recurrent._functions_of):
-    return tuple(one for one in known(kind) if one[1] == "causal_conv1d_fn")
+def hides_its_context(self, hidden_states, **kwargs):
+    causal_conv1d_fn(hidden_states.mT, self.conv1d.weight.squeeze(1))
+    return mamba2_chunk_scan(hidden_states)
 
 
-MIXER = modeling_bamba.BambaMixer
+def skips_its_scan(self, hidden_states, seq_ctx=None, **kwargs):
+    causal_conv1d_fn(hidden_states.mT, self.conv1d.weight.squeeze(1), seq_ctx=seq_ctx)
+    return hidden_states if hidden_states.numel() else mamba2_chunk_scan(hidden_states)
 
 
 @pytest.mark.parametrize(
-    ("cls", "name", "planted", "message"),
+    ("forward", "message"),
     [
-        (MIXER, "__init__", with_a_wider_convolution, "layer 0 computes width=6, but .* width=4"),
-        (MIXER, "forward", hides_its_scan, "layer 0 does not call .* of a mamba2 layer"),
-        (recurrent, "_functions_of", without_the_scan, "layer 0 computes kind=convolution, b"),
+        (hides_its_functions, "kinds linear_attention, in a form that is not known"),
+        (hides_its_context, "layer 0 is not given the keyword arguments of the model"),
+        (skips_its_scan, "layer 0 computes a convolution, but its .* says linear_attention"),
     ],
 )
-def test_mixers_that_contradict_the_configuration(monkeypatch, cls, name, planted, message):
-    def scans(x, *args, seq_ctx=None, **kwargs):
-        return x
-
-    monkeypatch.setattr(cls, name, planted)
-    if cls is recurrent:
-        monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", scans)
+def test_mixers_that_contradict_the_configuration(monkeypatch, forward, message):
+    monkeypatch.setattr(modeling_bamba, "causal_conv1d_fn", lambda x, weight: x)
+    monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", lambda x: x)
+    of_bamba = types.FunctionType(forward.__code__, vars(modeling_bamba), None, (None,))
+    monkeypatch.setattr(MIXER, "forward", of_bamba)
     with refused(message):
         check_model(meta_model("Bamba", **HYBRIDS["Bamba"]))
 

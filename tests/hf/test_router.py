@@ -14,7 +14,9 @@ from transformers import Trainer
 from transformers.models.mixtral import modeling_mixtral
 from trl import SFTTrainer
 
+from hf_flexseq.hf.model import router
 from hf_flexseq.hf.model.router import PROBABILITIES
+from hf_flexseq.steps.collator import DataCollatorForFlexSeq
 from tests.differential.case import sft_trainer
 from tests.hf import objectives
 from tests.hf.objectives import Case
@@ -180,6 +182,35 @@ def test_two_ranks_equal_one_process_with_the_step_as_one_batch(tmp_path):
         assert len(logged(stock.log, "aux_loss")) == (2 if kind in ("sft", "dpo") else 0)
 
 
+@pytest.mark.slow
+def test_sums_of_routers_are_computed_once_in_a_call(tmp_path, monkeypatch):
+    calls = []
+    original = router.router_sums
+
+    def counted(*given):
+        calls.extend(["sums"] if len(given) == 3 else [])  # else on numbers, before training
+        return original(*given)
+
+    monkeypatch.setattr(router, "router_sums", counted)
+    trainer = trainer_of(
+        *(OwnLoss, tmp_path),
+        model=mixture(),
+        train_dataset=dataset(8),
+        batch=8,
+        max_steps=1,
+        flexseq={"max_tokens_per_rank": 1000},
+    )
+
+    def note(module, args, kwargs):
+        if kwargs.get("seq_ctx") is not None:
+            calls.append("call")
+
+    model = trainer.model.get_decoder()
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        trainer.train()
+    assert calls.count("sums") == calls.count("call") > 0
+
+
 # ---- both passes
 
 
@@ -192,15 +223,15 @@ def counts_of_both_passes(rank, world_size):
     engine.attach(model)
     router = engine.whole_model.router
     of_second = []
-    own_take = router._of_model.take
+    own_take = router.of_calls.take
 
     def take():
         sums = own_take()
-        if torch.is_grad_enabled() and not router._is_dummy:
+        if torch.is_grad_enabled():
             of_second.append(sums[PROBABILITIES].detach().double())
         return sums
 
-    router._of_model.take = take
+    router.of_calls.take = take
     known = []
     own_know = router.know
     router.know = lambda totals: (known.append(totals.clone()), own_know(totals))
@@ -215,6 +246,22 @@ def counts_of_both_passes(rank, world_size):
 def test_both_passes_draw_the_same_random_numbers():
     for second, first in run_ranks(counts_of_both_passes, 2):
         assert second == pytest.approx(first, rel=1e-6)
+
+
+def test_an_evaluation_runs_each_micro_batch_once(monkeypatch):
+    keep_float64(monkeypatch)
+    examples = documents(LENGTHS)
+    model = mixture()
+    engine = RandomPlanEngine(
+        Accelerator(cpu=True), 1, accepts=lambda plan: len(plan.micro_batches) > 2
+    )
+    engine.attach(model)
+    evaluation = engine.evaluation([DataCollatorForFlexSeq()(examples)])
+    for step in evaluation:
+        step.forward(model)
+        assert step.step.passes == 1
+    wanted, _ = reference("Mixtral", examples)
+    assert evaluation.mean_loss() == pytest.approx(wanted, rel=1e-10)
 
 
 # ---- what a model's router loss is

@@ -281,11 +281,15 @@ def test_a_loop_of_your_own_shares_prefixes_where_its_model_has_no_code_of_yours
     [
         (None, {"shared_prefixes": "off"}, "shared_prefixes='off'"),
         (None, {"planner": "zeppelin"}, "planner='zeppelin' plans rows"),
-        (lambda model: setattr(model, "extra", nn.Dropout(0.1)), {}, "extra draws dropout"),
+        (
+            lambda model: setattr(model, "extra", nn.Dropout(0.1)),
+            {},
+            "dropout in extra is",
+        ),
         (
             lambda model: setattr(model.config, "ffn_config", {"moe_jitter_eps": 0.01}),
             {},
-            "config.ffn_config.moe_jitter_eps=0.01 adds noise",
+            "config.ffn_config.moe_jitter_eps=0.01 is",
         ),
         (lambda model: setattr(model, "extra", nn.Dropout(0.0)), {}, None),
     ],

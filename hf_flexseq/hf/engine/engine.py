@@ -54,7 +54,7 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.planner.process.client import Planner, start_planner
 from hf_flexseq.steps.console import DrawnNotes
 from hf_flexseq.steps.inputs import Inputs
-from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches, TokenLoss
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import PrefetchedSteps, Step
 from hf_flexseq.steps.source_row import PlannedStep
 from hf_flexseq.steps.trace import LogFigures, PlanTrace
@@ -160,7 +160,7 @@ class FlexSeqEngine:
     def cost(self) -> CostModel | None:
         """The cost of the model that was attached last, as far as its steps have taught; None
         before."""
-        return None if self.planning is None else self.planning.cost_so_far
+        return None if self.planning is None else self.planning.cost_of(None)
 
     @property
     def last_figures(self) -> LogFigures | None:
@@ -204,7 +204,7 @@ class FlexSeqEngine:
             self.setup, model, self.settings, lockstep=lockstep, lowered=self._lowered
         )
         self.planning = whole_model.planning
-        self._trial = SumTrial(lambda: model, self.communicator.cpu_group)
+        self._trial = SumTrial(lambda: model, lambda: self.whole_model)
         self._let_every_rank_draw()
 
     def _detach_model(self) -> None:
@@ -399,7 +399,7 @@ class FlexSeqEngine:
             raise ValueError(f"accumulation={accumulation}: a step has at least 1 batch per rank")
         check_accelerator(self.accelerator, self.args)  # whose settings a loop may have changed
         whole_model = self.whole_model
-        self._trial.look(whole_model)
+        self._trial.look()
         self.reason_of_loss = self._trial.reason_not_shared
         if self.args.lookahead is None and self._training is None:
             found = own_code_of_data(dataloader)
@@ -431,7 +431,7 @@ class FlexSeqEngine:
         without gradients: its steps have a `forward` instead of a `backward`."""
         self._check_attached()
         whole_model = self.whole_model
-        self._trial.look(whole_model)
+        self._trial.look()
         return Evaluation(
             dataloader,
             self.evaluation_steps,
@@ -503,18 +503,21 @@ class FlexSeqEngine:
         model: as accelerate has wrapped it. is_last: True for the last step, if it is known.
         """
         own = micro_batches_of(step)
-        passes = self.passes(own, model, is_last=is_last)
-        return own.micro_batches(passes, self._loss_of_totals(model))
-
-    def forward_micro_batches(self, step: Step, model: nn.Module) -> Generator[Inputs, None, None]:
-        """Yield the inputs of every micro-batch of a step without backward, once; the caller adds
-        the loss. Collective over the world. model: as accelerate has wrapped it."""
-        return micro_batches_of(step).micro_batches(loss=self._loss_of_totals(model))
-
-    def _loss_of_totals(self, model: nn.Module) -> TokenLoss | None:
-        """Return the router loss of a step, which depends on totals; None without one."""
         router = self.whole_model.router
-        return None if router is None else router.of_step(model)
+        passes = self.passes(own, model, is_last=is_last)
+        return own.micro_batches(passes, None if router is None else router.of_step(model))
+
+    def forward_micro_batches(self, step: Step) -> Generator[Inputs, None, None]:
+        """Yield the inputs of every micro-batch of a step without backward, once; the caller adds
+        the loss, without a router loss, which comes at the end. Collective over the world."""
+        own = micro_batches_of(step)
+        router = self.whole_model.router
+        if router is None:
+            yield from own.micro_batches()
+            return
+        with router.noting() as sums:
+            yield from own.micro_batches()
+        own.add(router.of_all_ranks(sums, self.communicator.cpu_group))
 
     @contextmanager
     def passes(
@@ -527,7 +530,7 @@ class FlexSeqEngine:
         `micro_batches`.
         """
         self._begin(step)
-        with self.whole_model.reduction(step).of_step(step.plan, model) as before_last:
+        with self.whole_model.reducing(step, model) as before_last:
             yield before_last
         self._end(step, model, is_last=is_last)
 

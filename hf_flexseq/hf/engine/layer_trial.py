@@ -169,10 +169,10 @@ class LayerTrial:
         self._mode = mode
         self._autocast = autocast
         self.model = model
-        decoder = decoder_of(model)
-        reason = "no list of layers" if decoder is None else reason_not_told(model, decoder)
-        if decoder is None or reason is not None:
+        reason = reason_not_told(model)
+        if reason is not None:
             raise ValueError(reason)
+        decoder: Any = decoder_of(model)
         self._layers = [*decoder.layers]
         self.factor = _factor_of(model)
         self._order = _kinds(self._layers)

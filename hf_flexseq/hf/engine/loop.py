@@ -30,8 +30,8 @@ from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import Step
 
-# step, model -> the inputs of one micro-batch after the other
-MicroBatches = Callable[[Step, nn.Module], Iterator[Inputs]]
+# step, and in training the model -> the inputs of one micro-batch after the other
+MicroBatches = Callable[..., Iterator[Inputs]]
 
 
 class LoopItem:
@@ -131,7 +131,7 @@ class EvaluationItem(LoopItem):
         whole = model.module if isinstance(model, DistributedDataParallel) else model
         with noted(self._whole_model.planning, self.step):
             self._trial.run(self.step.row, whole, loss_of_model(self._whole_model))
-            for inputs in self._micro_batches(self.step, model):
+            for inputs in self._micro_batches(self.step):
                 with torch.no_grad():
                     self.step.add(self._loss(whole, inputs))
         self._has_run = True

@@ -152,11 +152,6 @@ class ModelPlanning:
         """Drop the model; its cost stays known."""
         self._base = None
 
-    @property
-    def cost_so_far(self) -> CostModel:
-        """The cost model, as far as steps have taught."""
-        return corrected_cost(self.cost, self.newest)
-
     # ---- memory
 
     def _lowered_cost(self, cost: CostModel) -> CostModel:
@@ -195,21 +190,23 @@ class ModelPlanning:
         options = self.setup.args.plan_options(self._sync)
         return replace(options, max_tokens_per_rank=self.max_tokens_per_rank)
 
-    def cost_of_plans(self, factors: Factors) -> CostModel:
-        """Return the cost model by which steps are planned."""
-        cost = self._lowered_cost(corrected_cost(self.cost, factors))
+    def cost_of_plans(self, number: int | None) -> CostModel:
+        """Return the cost model by which step `number` is planned, with what plans may choose; see
+        `cost_of`."""
+        cost = self._lowered_cost(self.cost_of(number))
         return cost if self.reason_without_choices is None else replace(cost, activations=None)
 
     def version_of(self, number: int | None) -> Factors:
-        """Return the factors of the cost model, which tell the jobs of steps apart. number: see
-        `VersionedJob`."""
-        return self.newest if number is None else self.factors_of(number)
+        """Return the factors of the cost model by which training step `number` is planned, which
+        tell the jobs of steps apart; for None the newest."""
+        learned = self._costs.learned
+        return learned.newest if number is None else learned.factors_of(number)
 
     def job_of(self, number: int | None) -> GroupsJob:
         """Return the job by which step `number` is planned; for None, as for passes in place, by
         all figures that steps have taught."""
         assert self._base is not None, "steps are planned of an attached model"
-        cost = self.cost_of_plans(self.version_of(number))
+        cost = self.cost_of_plans(number)
         figures = self.fsdp.figures
         if figures is not None and self.cost.micro_batch_s:
             # the seconds of trips are part of a micro-batch's
@@ -229,18 +226,10 @@ class ModelPlanning:
 
     # ---- what steps teach
 
-    def factors_of(self, number: int) -> Factors:
-        """Return the factors of the cost model by which training step `number` is planned."""
-        return self._costs.learned.factors_of(number)
-
-    def cost_of(self, number: int) -> CostModel:
-        """Return the cost model with the corrections by which step `number` is planned."""
-        return corrected_cost(self.cost, self.factors_of(number))
-
-    @property
-    def newest(self) -> Factors:
-        """The factors that steps have taught so far."""
-        return self._costs.learned.newest
+    def cost_of(self, number: int | None) -> CostModel:
+        """Return the cost model with the corrections by which step `number` is planned; for None
+        with all that steps have taught."""
+        return corrected_cost(self.cost, self.version_of(number))
 
     def learn(self, step: RankMicroBatches, by_rank: FloatArray, peak_share: float) -> Learned:
         """Learn from a training step that has run. Collective over the world.
@@ -248,8 +237,8 @@ class ModelPlanning:
         by_rank: [world_size, micro-batches] seconds that each rank has measured. peak_share: the
         bytes that devices have held of tokens over those that the step was planned with.
         """
-        plan, newest = step.plan, self.newest
-        planned_by = self.factors_of(step.number)
+        plan, newest = step.plan, self.version_of(None)
+        planned_by = self.version_of(step.number)
         tower_s = 0.0
         if step.images is not None:
             tower_s = step.images.plan.seconds

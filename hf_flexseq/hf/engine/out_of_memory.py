@@ -46,7 +46,7 @@ class RanOut:
         if not isinstance(step, RankMicroBatches) or step.current is None or planning is None:
             return None
         communicator = planning.setup.communicator
-        cost = planning.cost_so_far
+        cost = planning.cost_of(None)
         micro_batch = step.plan.micro_batches[step.current]
         size = 1.0  # bytes of a token, relative to those as set for the run
         if micro_batch.memory is not None:

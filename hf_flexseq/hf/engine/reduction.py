@@ -36,26 +36,23 @@ one more forward of the model, and has nothing left to overlap with.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_flexseq.base.patches import Patch
 from hf_flexseq.base.versions import is_sharded_at_load
-from hf_flexseq.cost import CostModel
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.reduction import averaged_gradients, sum_gradients
-from hf_flexseq.hf.engine.sharding import FsdpPolicies
+from hf_flexseq.hf.engine.model_planning import ModelPlanning
 from hf_flexseq.hf.model.sharding import reduces_each_batch
-from hf_flexseq.plan import Plan
-from hf_flexseq.steps.micro_batches import BeforeLast
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 
 if TYPE_CHECKING:
     from hf_flexseq.hf.model.expert_adapters import ExpertAdapters  # which needs PEFT
@@ -63,44 +60,40 @@ if TYPE_CHECKING:
 OF_TRAINER = "_replicated_grad_hook_registered"  # on a parameter whose gradient it averages
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GradientReduction:
     """Surrounds a model's steps and their micro-batches with contexts that reduce gradients."""
 
-    accelerator: Accelerator
-    communicator: Communicator
-    fsdp: FsdpPolicies
-    cost: CostModel
-    """The cost model by which the step was planned."""
-
-    adapters: "ExpertAdapters | None" = None
-    """Adapters on experts that are spread over ranks."""
-    lockstep: bool
-    """True if all ranks run every micro-batch together."""
-    held_tokens: int = 0
-    """Tokens whose memory the step's images take."""
-    leaves_tower_out: bool = False
-    """True for a step without images of a model that has a tower."""
+    def __init__(self, planning: ModelPlanning, adapters: "ExpertAdapters | None") -> None:
+        """planning: of the model. adapters: on experts that are spread over ranks."""
+        self._planning = planning
+        self._accelerator = planning.setup.accelerator
+        self._communicator = planning.setup.communicator
+        self._adapters = adapters
 
     @contextmanager
-    def of_step(self, plan: Plan, model: nn.Module) -> Iterator[BeforeLast]:
-        """Surround a step; the block gets the surroundings of each micro-batch but the last."""
+    def of_step(
+        self, step: RankMicroBatches, model: nn.Module, *, leaves_tower_out: bool
+    ) -> Iterator[BeforeLast]:
+        """Surround a step; the block gets the surroundings of each micro-batch but the last.
+        leaves_tower_out: True for a step without images of a model that has a tower."""
+        cost = self._planning.cost_of(step.number)
+        held_tokens = step.drawn.facts.held_tokens
         with (
             self._adapters_averaged(),
             self._whole_parameters_averaged(model),
-            self._all_micro_batches(model),
-            self.fsdp.of_step(plan, model, self.cost, self.held_tokens) as fsdp_before_last,
+            self._all_micro_batches(model, leaves_tower_out=leaves_tower_out),
+            self._planning.fsdp.of_step(step.plan, model, cost, held_tokens) as fsdp_before_last,
         ):
             yield partial(self._accumulating, model, fsdp_before_last)
 
     def _adapters_averaged(self) -> AbstractContextManager[None]:
         """Return a context for a step, after which gradients of adapters on spread experts are
         reduced, for the optimizers that accelerate has prepared."""
-        if self.adapters is None:
+        if self._adapters is None:
             return nullcontext()
-        for optimizer in self.accelerator._optimizers:
-            self.adapters.put_into(optimizer)
-        return self.adapters.averaged()
+        for optimizer in self._accelerator._optimizers:
+            self._adapters.put_into(optimizer)
+        return self._adapters.averaged()
 
     def _whole_parameters_averaged(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context for a step, after which gradients of `whole_parameters` are reduced."""
@@ -110,15 +103,17 @@ class GradientReduction:
                 parameters.append(parameter)
         if not parameters:
             return nullcontext()
-        everyone = self.communicator.open_world()
-        return averaged_gradients(parameters, everyone, self.communicator.world_size)
+        everyone = self._communicator.open_world()
+        return averaged_gradients(parameters, everyone, self._communicator.world_size)
 
-    def _all_micro_batches(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def _all_micro_batches(
+        self, model: nn.Module, *, leaves_tower_out: bool
+    ) -> AbstractContextManager[Any]:
         """Return a context for all micro-batches of a step. Raises NotImplementedError for
         parameters frozen or unfrozen under a wrapper that has to reduce them itself."""
         is_ddp = isinstance(model, DistributedDataParallel)
-        kind = self.accelerator.distributed_type
-        is_fsdp1 = kind == DistributedType.FSDP and not self.accelerator.is_fsdp2
+        kind = self._accelerator.distributed_type
+        is_fsdp1 = kind == DistributedType.FSDP and not self._accelerator.is_fsdp2
         is_fixed = model._comm_hooks if is_ddp else is_fsdp1 or kind == DistributedType.DEEPSPEED
         if not is_ddp and not is_fixed:
             return nullcontext()
@@ -130,31 +125,27 @@ class GradientReduction:
             )
         if not is_ddp:
             return nullcontext()
-        is_ordered = self.communicator.transport.capabilities.ordered
+        is_ordered = self._communicator.transport.capabilities.ordered
         takes_all = not model.find_unused_parameters and not model._comm_hooks
-        is_partial = has_changed or (self.leaves_tower_out and takes_all)
-        if is_partial or (is_ordered and not self.lockstep):
-            return instead_of_ddp(model, self.communicator, used_alone=is_partial)
+        is_partial = has_changed or (leaves_tower_out and takes_all)
+        if is_partial or (is_ordered and not self._planning.lockstep):
+            return instead_of_ddp(model, self._communicator, used_alone=is_partial)
         return nullcontext()
 
     @contextmanager
     def _accumulating(self, model: nn.Module, fsdp_before_last: BeforeLast) -> Iterator[None]:
         """Surround a micro-batch that is not the step's last."""
-        state = self.accelerator.gradient_state
-        syncs = state.sync_gradients
-        state._set_sync_gradients(False)  # DeepSpeed would step its optimizer otherwise
-        try:
-            with self._without_reduction(model), fsdp_before_last():
-                yield
-        finally:
-            state._set_sync_gradients(syncs)
+        # DeepSpeed would step its optimizer otherwise
+        accumulates = Patch(self._accelerator.gradient_state, sync_gradients=False)
+        with accumulates, self._without_reduction(model), fsdp_before_last():
+            yield
 
     def _without_reduction(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which DDP keeps gradients local until its last micro-batch."""
-        each = reduces_each_batch(self.accelerator)
+        each = reduces_each_batch(self._accelerator)
         if each or not isinstance(model, DistributedDataParallel):
             return nullcontext()
-        context: AbstractContextManager[Any] = self.accelerator.no_sync(model)
+        context: AbstractContextManager[Any] = self._accelerator.no_sync(model)
         return context
 
 

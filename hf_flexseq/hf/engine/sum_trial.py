@@ -43,7 +43,6 @@ from transformers import PreTrainedModel
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import ErrorCapture
-from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.engine.whole_model import WholeModel
 from hf_flexseq.hf.model.call_count import forwards_of, replaced_attention
 from hf_flexseq.hf.model.checks import unsuitable_hooks
@@ -339,12 +338,14 @@ def _forwards(model: nn.Module) -> list[Any]:
 class SumTrial:
     """Tries the user's code of one model, each time that it has changed."""
 
-    def __init__(self, model_of: Callable[[], nn.Module], cpu_group: CpuGroup) -> None:
-        """model_of: returns the model to be trained, with adapters. cpu_group: of all ranks."""
+    def __init__(
+        self, model_of: Callable[[], nn.Module], attached: Callable[[], WholeModel]
+    ) -> None:
+        """model_of: returns the model to be tried, with adapters. attached: returns the model that
+        is attached."""
         self._model_of = model_of
-        self._cpu_group = cpu_group
-        self._whole_model: WholeModel | None = None  # when the code was looked at
-        self._forwards: list[Any] | None = None  # of all modules, when the code was looked at
+        self._attached = attached
+        self._forwards: list[Any] = []  # of all modules, when the code was looked at
         self._code: tuple[str, ...] = ()
         self._passed: tuple[str, ...] = ()
         self._is_due = False  # on all ranks alike
@@ -356,24 +357,17 @@ class SumTrial:
         """True if `look` has found any code of the user's on this rank."""
         return bool(self._code)
 
-    def look(self, whole_model: WholeModel) -> None:
-        """Find out which code of the user's there is now. All ranks do so together. whole_model:
-        the attached one."""
-        self._whole_model = whole_model
+    def look(self) -> None:
+        """Find out which code of the user's there is now. All ranks do so together."""
         self._code = users_code_of(self._model_of())
         self._forwards = _forwards(self._model_of())
         self._is_due = True
-
-    @property
-    def _attached(self) -> WholeModel:
-        assert self._whole_model is not None, "look is told the attached model"
-        return self._whole_model
 
     def reason_not_shared(self) -> str | None:
         """Return why the loss keeps rows from sharing prefixes; None if it does not."""
         if self.has_code:
             return USERS_CODE
-        return KEEPS_OWN_LOSS if self._attached.chunked_loss is None else None
+        return KEEPS_OWN_LOSS if self._attached().chunked_loss is None else None
 
     def run(
         self,
@@ -395,14 +389,13 @@ class SumTrial:
         model's own loss is another one, and for code that has come into the model after its first
         step.
         """
-        if self._forwards is None:
-            return
         if not self._is_due:
             self._refuse_later_code()
             return
-        self.look(self._attached)  # on_step_begin may have brought some
+        self.look()  # on_step_begin may have brought some
         self._refuse_gradient_hooks()
-        cpu_group = self._cpu_group
+        whole_model = self._attached()
+        cpu_group = whole_model.setup.communicator.cpu_group
         is_new = self._code != self._passed and self.has_code
         of_ranks = cpu_group.gather_values((is_new, len(row.lengths), self.has_code))
         self.has_code_anywhere = any(of_rank[2] for of_rank in of_ranks)
@@ -413,7 +406,7 @@ class SumTrial:
             return  # a rank has drawn nothing: the next step will do
         self._is_due = False
         with ErrorCapture() as trying, _unchanged(self._model_of()):
-            two = TwoSequences(self._attached, base_model(self._model_of()), row, model)
+            two = TwoSequences(whole_model, base_model(self._model_of()), row, model)
             found = two.difference(value, pads=pads)
             if found is not None:
                 raise NotImplementedError(

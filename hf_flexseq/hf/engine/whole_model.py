@@ -10,6 +10,7 @@ A rank has all of the model, or accelerate gives it the parts that it needs (FSD
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ from hf_flexseq.steps.embedding_noise import NoiseColumns
 from hf_flexseq.steps.exchange import micro_batch_routes, united
 from hf_flexseq.steps.features import MicroBatchImages, images_of_step, with_image_columns
 from hf_flexseq.steps.inputs import Inputs, indices_to_run, inputs_of, shard_alone
-from hf_flexseq.steps.micro_batches import RankMicroBatches
+from hf_flexseq.steps.micro_batches import BeforeLast, RankMicroBatches
 from hf_flexseq.steps.prefetch import ImageReader
 from hf_flexseq.steps.source_row import Columns, DrawnStep, PlannedStep, SourceRow
 from hf_flexseq.steps.token_columns import LENGTHS, with_token_columns
@@ -101,6 +102,7 @@ class WholeModel(AttachedModel):
             lowered=lowered,
         )
         """The cost of the model, and the jobs of its planners."""
+        self._reduction = GradientReduction(self.planning, self._adapters)
 
         # 2. what `detach` undoes
         self.reason_not_shared = reason_not_shared(model, base, setup.args)
@@ -112,7 +114,7 @@ class WholeModel(AttachedModel):
         super().__init__(model, base, setup.accelerator, layers, settings)
         self._images: ModelImages | None = None
         if self.vision is not None:
-            self._images = ModelImages(setup, base, self.vision, self.planning)
+            self.images = self._images = ModelImages(setup, base, self.vision, self.planning)
 
     def _adapters_of(self, base: PreTrainedModel) -> "ExpertAdapters | None":
         """Return the adapters on experts that are spread over ranks; None without any."""
@@ -214,11 +216,6 @@ class WholeModel(AttachedModel):
             encode_ahead=None if self._images is None else self._images.encode_ahead,
         )
 
-    @property
-    def images(self) -> ImageReader | None:
-        """Reads the images of rows, or refuses them; None for a model of text."""
-        return self.text_reader if self._images is None else self._images
-
     def _contexts_by(self, kernel: Kernel, both_ways: Collection[int] = ()) -> ModelContexts:
         """Return a maker of contexts with a model's kernel, whose layers `both_ways` show images
         both ways."""
@@ -241,20 +238,15 @@ class WholeModel(AttachedModel):
         columns = with_token_columns(row, self.token_columns).columns
         return inputs_of(shard, columns, self.setup.accelerator.device, self._contexts)
 
-    def reduction(self, step: RankMicroBatches) -> GradientReduction:
-        """Return the reduction of gradients for a step that runs now."""
+    def reducing(
+        self, step: RankMicroBatches, model: nn.Module
+    ) -> AbstractContextManager[BeforeLast]:
+        """Surround a step that runs now, whose gradients are reduced; see
+        `GradientReduction.of_step`."""
+        leaves_tower_out = self.vision is not None and not step.drawn.images
         if self.vision is not None:
             self.vision.forget_gradients()
-        return GradientReduction(
-            accelerator=self.setup.accelerator,
-            communicator=self.setup.communicator,
-            fsdp=self.planning.fsdp,
-            cost=self.planning.cost_of(step.number),
-            adapters=self._adapters,
-            lockstep=self.planning.lockstep,
-            held_tokens=step.drawn.facts.held_tokens,
-            leaves_tower_out=self.vision is not None and not step.drawn.images,
-        )
+        return self._reduction.of_step(step, model, leaves_tower_out=leaves_tower_out)
 
     def beside(self, model: PreTrainedModel) -> Callable[[Shard], SequenceContext]:
         """Return a function that makes the contexts of another model, which runs on the
@@ -281,10 +273,9 @@ class WholeModel(AttachedModel):
 # ---- its images
 
 
-class ModelImages:
-    """The images of an attached model, from rows to features; see `ImageReader` for `read`,
-    `planned`, `draws_noise`. How a step uses them is in `steps/features.py`; how the model takes
-    them is in `model/vision.py`."""
+class ModelImages(ImageReader):
+    """The images of an attached model, from rows to features. How a step uses them is in
+    `steps/features.py`; how the model takes them is in `model/vision.py`."""
 
     def __init__(
         self,
@@ -314,7 +305,7 @@ class ModelImages:
 
     def planned(self, step: DrawnStep) -> DrawnStep:
         """Return a step that says how its images are encoded, and what memory they take."""
-        cost = self._planning.cost_of_plans(self._planning.factors_of(step.number))
+        cost = self._planning.cost_of_plans(step.number)
         assert cost.tower is not None, "a model with images has a tower"
         plan = plan_images(
             step.images,

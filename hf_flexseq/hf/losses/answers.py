@@ -30,7 +30,8 @@ from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.facts import base_model, layer_calls
 from hf_flexseq.hf.model.loss_kinds import FIGURES
-from hf_flexseq.hf.model.noise import dropout_module, noisy_option
+from hf_flexseq.hf.model.noise import dropout_in, noisy_option
+from hf_flexseq.hf.model.towers import adapter_states
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.call_answers import answered_by
@@ -71,16 +72,16 @@ class Answers:
         self._running: nn.Module | None = None  # the wrapped model, while calls are answered
         self._is_paused = False
         self._reuses = False  # a result for equal calls, which are of one batch and without noise
-        self._adapters: tuple[Any, ...] | None = None  # as they are in training
+        self._adapters: tuple[Any, ...] = ()  # their states in training
         self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
 
     def begin(self) -> None:
         """Take the model as it is now for the trained one, whatever becomes of its adapters."""
         model = self._trainer.model
-        self._adapters = adapter_state(model)
+        self._adapters = adapter_states(model.modules())
         settings = self._engine.settings
-        options = noisy_option(base_model(model).config)
-        draws_noise = dropout_module(model) or options or settings.noise
+        option = noisy_option(base_model(model).config)
+        draws_noise = dropout_in(model) or option or settings.noise
         self._reuses = self._head.is_own and not draws_noise
 
     def clear(self) -> None:
@@ -104,7 +105,7 @@ class Answers:
     def figures(self, step: RankMicroBatches, model: nn.Module) -> Columns:
         """Run a model forward, and return the figures of this rank's tokens and totals."""
         # without its adapters the policy answers as the reference
-        if adapter_state(self._trainer.model) == self._adapters:
+        if self._is_policy:
             with self.pausing(True):
                 self._try_model(step.row, model)
         return figures_of(step, partial(self._head.forward, model), self._head.totals)
@@ -152,13 +153,9 @@ class Answers:
         whether they end the data: some losses ask."""
         accelerator = self._trainer.accelerator
         state = accelerator.gradient_state
-        syncs = state.sync_gradients
-        state._set_sync_gradients(syncs and is_last)
-        try:
-            with self.on_batch(batch), as_drawn(loader_state, accelerator):
-                yield
-        finally:
-            state._set_sync_gradients(syncs)
+        syncs = Patch(state, sync_gradients=state.sync_gradients and is_last)
+        with syncs, self.on_batch(batch), as_drawn(loader_state, accelerator):
+            yield
 
     @contextmanager
     def on_batch(self, batch: Any) -> Iterator[None]:
@@ -181,6 +178,11 @@ class Answers:
         with Patch(self._trainer, **patches), Patch(self, _labels=labels):
             yield
 
+    @property
+    def _is_policy(self) -> bool:
+        """True if the adapters of the trained model are on as in training."""
+        return adapter_states(self._trainer.model.modules()) == self._adapters
+
     def pausing(self, is_paused: bool) -> Patch:
         """Leave calls to the models themselves inside a block, or answer them again."""
         return Patch(self, _is_paused=is_paused)
@@ -188,9 +190,7 @@ class Answers:
     def answer_of_policy(self, given: dict[str, Any]) -> Any:
         """Return the trained model's result for these keyword arguments, or the result of the
         reference, which may be the same model without its adapter. See `_answer`."""
-        role = POLICY
-        if adapter_state(self._trainer.model) != self._adapters:
-            role = REFERENCE
+        role = POLICY if self._is_policy else REFERENCE
         assert self._running is not None, "calls are answered while a loss is computed"
         return self._answer(role, self._running, given)
 
@@ -284,18 +284,6 @@ def adapter_off(model: Any) -> Iterator[None]:
     name = "ref" if "ref" in model.peft_config else None
     with use_adapter(model, adapter_name=name):
         yield
-
-
-def adapter_state(model: nn.Module) -> tuple[Any, ...] | None:
-    """Return which adapters of a model are on, and if they are disabled; None without any."""
-    if not hasattr(model, "peft_config"):
-        return None
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for module in model.modules():  # of the model itself, `disable_adapters` is a method
-        if isinstance(module, BaseTunerLayer):
-            return (tuple(module.active_adapters), module.disable_adapters)
-    return None
 
 
 @contextmanager

@@ -25,13 +25,11 @@ from hf_flexseq.hf.model.facts import base_model, is_classifier
 from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.hf.model.loss_kinds import FIGURES, distills, has_fused_head, has_own_loss
 from hf_flexseq.hf.model.router import (
-    COUNTS,
     OPTION,
     PROBABILITIES,
     TOTALS,
     RouterSums,
     asks_for_router_loss,
-    router_loss,
 )
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.inputs import Inputs, without_labels
@@ -104,6 +102,9 @@ class LabelHead:
         """Count for a router loss inside a block, if there is one."""
         if not self._has_router_loss:
             return nullcontext()
+        if whole_model.router is not None:
+            self._router = whole_model.router.of_calls
+            return nullcontext()
         self._router = RouterSums(self._model)
         return self._router.attached
 
@@ -165,10 +166,8 @@ class LogProbabilities(LabelHead):
             return PlannedOutput.of(call, **{name: fields[name] for name in names})
         if given.get(OPTION):
             assert self._router is not None, "the head is attached while calls are answered"
-            facts = self._router.facts
-            aux_loss = router_loss(figures[COUNTS], figures[PROBABILITIES], facts.top_k)
-            fields["aux_loss"] = aux_loss
-            fields["loss"] = fields["loss"] + facts.coefficient * aux_loss
+            fields["aux_loss"] = aux_loss = self._router.loss(figures)
+            fields["loss"] = fields["loss"] + self._router.facts.coefficient * aux_loss
         return FusedCausalLMOutput(**fields)
 
 
@@ -281,11 +280,10 @@ class TokenFigures(LabelHead):
         """Return the router loss of a step as a part of a batch's loss, a scalar. Where losses are
         divided by the step's tokens, all parts together count once in the mean over ranks."""
         assert self._router is not None, "the model has a router loss"
-        facts = self._router.facts
-        loss = router_loss(figures[COUNTS], figures[PROBABILITIES], facts.top_k)
+        loss = self._router.facts.coefficient * self._router.loss(figures)
         if given.get("num_items_in_batch") is None:
-            return facts.coefficient * loss
-        return facts.coefficient * loss / (figures[BATCHES] * self._ranks)
+            return loss
+        return loss / (figures[BATCHES] * self._ranks)
 
 
 def _fields(call: ModelCall, figures: Columns, given: Mapping[str, Any]) -> Columns:

@@ -53,7 +53,7 @@ class NextTokenLoss(PlannedLoss):
         # Such code has collectives between forwards and backwards.
         self.lockstep = self._notes_figures
         self._guard = LabelGuard(trainer)
-        self._trial = SumTrial(lambda: trainer.model, engine.communicator.cpu_group)
+        self._trial = SumTrial(lambda: trainer.model, lambda: engine.whole_model)
         is_fused = reads_fused_head(trainer) and not is_older("trl", FUSED_HEAD_FROM)
         self._options = {"fused_lm_head": True} if is_fused else {}
         self._router = AddedRouterLoss(trainer)
@@ -65,7 +65,7 @@ class NextTokenLoss(PlannedLoss):
         """Surround training or an evaluation: micro-batches get their shares of a router loss, and
         SFTTrainer the outputs of its head for all rows."""
         router = self._engine.whole_model.router
-        self._trial.look(self._engine.whole_model)
+        self._trial.look()
         with ExitStack() as around:
             if reads_fused_head(self._trainer):
                 around.enter_context(outputs_of_rows(self._trainer.model))
@@ -82,7 +82,7 @@ class NextTokenLoss(PlannedLoss):
 
     def _reason_not_shared(self) -> str | None:
         """Return why the loss keeps rows from sharing prefixes, or None."""
-        self._trial.look(self._engine.whole_model)  # callbacks have come between
+        self._trial.look()  # callbacks have come between
         if not self._trial.has_code and reads_fused_head(self._trainer):
             return GIVES_SUMS if reads_sums(self._trainer) else None
         return USERS_CODE if self._notes_figures else self._trial.reason_not_shared()
@@ -168,7 +168,7 @@ class NextTokenLoss(PlannedLoss):
         divided_by = divisor(items, self._trainer.args.device)
         self._try_model(step.row, model)
         with noted(self._engine.whole_model.planning, step):
-            for micro_batch in self._engine.forward_micro_batches(step, model):
+            for micro_batch in self._engine.forward_micro_batches(step):
                 step.add(self._forward(model, micro_batch, divided_by))
         loss = step.final_loss
         self._raise_noted()

@@ -86,10 +86,9 @@ class LossOnSamples(StepLoss):
         self.answers = Answers(trainer, engine, self._head, self._try_model)
         self._is_attached = False
         self._equals_reference = True  # unless a step has shown otherwise; alike on all ranks
-        cpu_group = engine.communicator.cpu_group
-        self._trial = SumTrial(lambda: trainer.model, cpu_group)
+        self._trial = SumTrial(lambda: trainer.model, lambda: engine.whole_model)
         self._trial_of_other = SumTrial(
-            lambda: extract_model_from_parallel(self._other), cpu_group
+            lambda: extract_model_from_parallel(self._other), lambda: engine.whole_model
         )
         self._sum = SumOverTokens() if self._head.is_own else None
         engine.reason_of_loss = self._reason_not_shared
@@ -112,7 +111,7 @@ class LossOnSamples(StepLoss):
         """Find out which code of the user's there is in the models; tell if there is any."""
         trials = [self._trial] if self._other is None else [self._trial, self._trial_of_other]
         for trial in trials:
-            trial.look(self._engine.whole_model)
+            trial.look()
         return any(trial.has_code for trial in trials)
 
     def check_loader(self, dataloader: Any) -> None:

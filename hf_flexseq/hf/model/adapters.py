@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from hf_flexseq.base.versions import is_sharded_at_load, untested
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.hf.model.facts import without_adapters
 from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.noise import noise_of_module
 from hf_flexseq.hf.model.probe import SHARED, lively_copy, probe_model
@@ -105,7 +106,7 @@ def _try(model: Any, name: str, config: Any) -> str | None:
     """Try an adapter on a small model like `model`. Return why it is not exact; None if it is."""
     from peft import get_peft_model
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     ids, labels = torch.arange(8).expand(2, -1), torch.full((2, 8), IGNORE_INDEX)
     with ErrorCapture() as trying, torch.random.fork_rng(devices=[]):
         small = get_peft_model(small_like(base).float(), copy.deepcopy(config), adapter_name=name)

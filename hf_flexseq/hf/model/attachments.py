@@ -54,12 +54,13 @@ from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.hf.model.router import RouterLoss, asks_for_router_loss
 from hf_flexseq.hf.model.shared_prefixes import refuse_noise
 from hf_flexseq.hf.model.tiles import MlpTiles
-from hf_flexseq.hf.model.towers import TextReader, attention_of_text, reader_of_text
+from hf_flexseq.hf.model.towers import attention_of_text, reader_of_text
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels.chunked_loss import chunked_cross_entropy_sum
 from hf_flexseq.steps.calls import ModelCall, in_first_row, joined
 from hf_flexseq.steps.forward_hooks import around_forward
 from hf_flexseq.steps.images import UnsupportedImages
+from hf_flexseq.steps.prefetch import NO_IMAGES, ImageReader
 from hf_flexseq.steps.users_code import FORWARD_HOOKS, package
 
 
@@ -203,12 +204,12 @@ class AttachedModel:
             attached.enter_context(right_gradients(base))
             self.vision: VisionModel | None = None
             """How the model takes images, if it does."""
-            self.text_reader: TextReader | None = None
-            """The reader that refuses images where the model could take them elsewhere."""
+            self.images: ImageReader = NO_IMAGES
+            """Reads the images of rows, or refuses them."""
             try:
                 self.vision = VisionModel(base)
             except UnsupportedImages as reason:
-                self.text_reader = reader_of_text(base.config, str(reason))
+                self.images = reader_of_text(base.config, str(reason))
             else:
                 attached.enter_context(self.vision.attached())
             total: Total = chunked_cross_entropy_sum

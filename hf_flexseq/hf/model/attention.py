@@ -72,6 +72,8 @@ def read_call(
     for name in _REFUSED_KEYWORDS:
         if keywords.get(name) is not None:
             unsupported.append(name)
+    if getattr(module, "sinks", None) is not None and keywords.get("s_aux") is None:
+        unsupported.append("sinks that its call does not give")
     if unsupported:
         raise UnsupportedAttention(
             f"{type(module).__name__}{where} asks for {', '.join(unsupported)}; hf_flexseq "

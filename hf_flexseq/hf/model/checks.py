@@ -18,14 +18,12 @@ The configuration comes first, since it gives reasons in words that a user can a
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from hf_flexseq.base.layers import RecurrentShape
 from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.reduction import local
@@ -36,14 +34,16 @@ from hf_flexseq.hf.model.experts import adapted_experts, unsuitable_experts
 from hf_flexseq.hf.model.facts import is_classifier, is_sharded_by_fsdp
 from hf_flexseq.hf.model.head_trial import try_head
 from hf_flexseq.hf.model.layer_kinds import (
+    CONVOLUTIONS,
     Layer,
     LayerKind,
     UnknownLayers,
     layers_of,
+    unknown_kinds,
 )
 from hf_flexseq.hf.model.layer_memory import decoder_of
 from hf_flexseq.hf.model.positions import unsuitable_count, unsuitable_positions
-from hf_flexseq.hf.model.recurrent import mixers
+from hf_flexseq.hf.model.recurrent import CONVOLUTION, mixers
 from hf_flexseq.hf.model.router import (
     NO_ROUTER_LOSS,
     OPTION,
@@ -96,6 +96,7 @@ def check_model(model: PreTrainedModel) -> None:
         _unsuitable_options(config, has_masks_of_images=config is not model.config),
         unsuitable_positions(model, config),
         _replaced_forward(model),
+        _unknown_mixers(model, layers),
     ]
     # What is wrong with one of these a trial would find again, in other words.
     is_known = not errors and not any(found_again)
@@ -307,7 +308,7 @@ def _unsuitable_layers(model: PreTrainedModel, layers: Sequence[Layer]) -> str |
     if trial.refusal is not None:
         return trial.refusal
     for call in trial.calls:
-        contradiction = _contradiction(call, trial.calls, layers)
+        contradiction = _contradiction(call, layers)
         if contradiction is not None:
             return contradiction
     # A trial that ended early may have ended inside its last mixer.
@@ -333,6 +334,21 @@ def _unsuitable_layers(model: PreTrainedModel, layers: Sequence[Layer]) -> str |
     return _silent_layer(model, trial, layers)
 
 
+def _unknown_mixers(model: PreTrainedModel, layers: Sequence[Layer]) -> str | None:
+    """Return that recurrent layers are of kinds that are not known: their code calls no scan of
+    transformers that is computed here, or no convolution. layers: as the configuration describes
+    them."""
+    functions = try_model(model).functions
+    unknown = set()
+    for number, layer in enumerate(layers):
+        called = functions.get(number, set())
+        if layer.recurrent is not None and layer.recurrent not in CONVOLUTIONS:
+            called = called - {CONVOLUTION}
+        if layer.recurrent is not None and not called:
+            unknown.add(layer.recurrent)
+    return str(unknown_kinds(unknown)) if unknown else None
+
+
 def _silent_layer(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> str | None:
     """Return that a layer has not made the calls of its configuration in a whole forward: it mixes
     tokens in its own way, or not at all. layers: as the configuration describes them."""
@@ -341,8 +357,8 @@ def _silent_layer(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer])
     for number, layer in enumerate(layers):
         if layer.recurrent is not None and number not in mixing:
             return (
-                f"its layer {number} does not call transformers' functions of a {layer.recurrent} "
-                "layer, so how it mixes tokens is not known"
+                f"its layer {number}, {layer.recurrent}, does not call transformers' functions of "
+                "a recurrent layer, so how it mixes tokens is not known"
             )
 
     # 2. attention
@@ -363,7 +379,7 @@ def _silent_layer(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer])
     )
 
 
-def _contradiction(call: Call, calls: Sequence[Call], layers: Sequence[Layer]) -> str | None:
+def _contradiction(call: Call, layers: Sequence[Layer]) -> str | None:
     """Return where a layer's call contradicts the configuration of `layers`; None without one."""
     layer = call.asked.layer
     kind = _kind_of(layer, layers)
@@ -372,16 +388,10 @@ def _contradiction(call: Call, calls: Sequence[Call], layers: Sequence[Layer]) -
             f"{call.module} calls attention as layer {layer}, which by its configuration has none "
             f"among layers 0 to {len(layers) - 1}"
         )
-    source = calls[call.keys_of].asked.layer
-    if layer is None:  # which one it is does not matter, as long as its keys are its own
-        source = kind.keys_of if calls[call.keys_of] is call else None
     called = {
         "reach": call.asked.reach,
         "softcap": call.asked.softcap,
-        "sinks": call.asked.sinks is not None,
-        "keys_of": layer if source is None else source,
-        # Kernels are chosen by the larger one of queries and values.
-        "width": max(call.head_dim, call.value_dim),
+        "width": call.width,
     }
     for name, of_call in called.items():
         configured = getattr(kind, name)
@@ -399,8 +409,7 @@ def _kind_of(layer: int | None, layers: Sequence[Layer]) -> LayerKind | None:
     if layer is not None:
         return layers[layer].attention if layer < len(layers) else None
     kinds = [one.attention for one in layers if one.attention is not None]
-    of_any_number = {kind._replace(keys_of=0) for kind in kinds}
-    return kinds[0] if len(of_any_number) == 1 else None
+    return kinds[0] if len(set(kinds)) == 1 else None
 
 
 def _recurrent_contradiction(run: MixerRun, layers: Sequence[Layer]) -> str | None:
@@ -417,29 +426,12 @@ def _recurrent_contradiction(run: MixerRun, layers: Sequence[Layer]) -> str | No
             "transformers for recurrent layers, so its state would go from one sequence to the "
             "next"
         )
-    called = _shape_of(run.calls)
-    if called is None:
+    if run.shape is None:
         return f"{where} calls {', '.join(call.kind for call in run.calls)}; {_ONE_SCAN}"
     configured = layers[run.layer].recurrent
-    for field in fields(RecurrentShape):
-        of_call, of_configuration = getattr(called, field.name), getattr(configured, field.name)
-        if of_call != of_configuration:
-            return (
-                f"{where} computes {field.name}={of_call}, but its configuration says "
-                f"{field.name}={of_configuration}"
-            )
+    if (run.shape.kind == "convolution") != (configured in CONVOLUTIONS):
+        return f"{where} computes a {run.shape}, but its configuration says {configured}"
     return None
 
 
 _ONE_SCAN = "hf_flexseq computes convolutions of one width before one scan, or convolutions alone"
-
-
-def _shape_of(calls: Sequence[RecurrentShape]) -> RecurrentShape | None:
-    """Return the sizes of a mixer's calls: convolutions of one width and at most one scan."""
-    convolutions = [call for call in calls if call.kind == "convolution"]
-    scans = [call for call in calls if call.kind != "convolution"]
-    widths = {call.width for call in convolutions}
-    if len(scans) > 1 or len(widths) != 1:
-        return None
-    channels = sum(call.channels for call in convolutions)
-    return replace((scans or convolutions)[0], width=widths.pop(), channels=channels)

@@ -9,8 +9,10 @@ How a model is divided between ranks is in `sharding.py`.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -29,17 +31,16 @@ from hf_flexseq.base.versions import is_sharded_at_load
 from hf_flexseq.cost.shapes import ExpertShape, HeadShape, ModelShape
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.layer_kinds import (
-    Layer,
     LayerKind,
     attention_layers,
-    layer_kinds,
     layers_of,
-    reach_counts,
+    unknown_kinds,
 )
 from hf_flexseq.hf.model.sharding import (
     distributed_config,
 )
 from hf_flexseq.hf.model.towers import tower_parameters, tower_shape
+from hf_flexseq.hf.model.trial import try_model
 from hf_flexseq.kernels.kinds import LayerCalls
 from hf_flexseq.program.heads import call_heads
 
@@ -56,10 +57,15 @@ def base_model(model: nn.Module) -> PreTrainedModel:
         )
     if isinstance(model, OptimizedModule):
         raise ValueError("attach the model before it is compiled by torch.compile or prepare")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     if not isinstance(base, PreTrainedModel):
         raise NotImplementedError(f"expected a transformers model, got {type(base).__name__}")
     return base
+
+
+def without_adapters(model: Any) -> Any:
+    """Return a model without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 _HEAD_NORM = ("q_norm", "query_layernorm", "q_layernorm")  # modules that normalise queries
@@ -76,7 +82,7 @@ EXPERT_GROUP = "ep"  # transformers' name of a mesh's dimension, over which expe
 def attention_shape(config: PreTrainedConfig) -> HeadShape:
     """Read the heads of a decoder-only model's attention from its (text) configuration: the most
     and the largest of all layers; one head for a model without attention."""
-    kinds = layer_kinds(config)
+    kinds = attention_layers(config).values()
     if not kinds:
         return _NO_ATTENTION
     return HeadShape(
@@ -122,9 +128,8 @@ def model_shape(model: nn.Module) -> ModelShape:
     config = model.config.get_text_config()
     attention = attention_shape(config)
     params = sum(elements(parameter) for parameter in model.parameters())
-    layers = layers_of(config)
-    kinds = [layer.attention for layer in layers if layer.attention is not None]
-    counts = reach_counts(kinds)
+    kinds = list(attention_layers(config).values())
+    counts = Counter(kind.reach for kind in kinds)  # in the order of first layers
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return ModelShape(
         layers=config.num_hidden_layers,
@@ -137,8 +142,8 @@ def model_shape(model: nn.Module) -> ModelShape:
         params=params,
         dtype_bytes=computing_parameter(model).element_size(),
         reaches=tuple((count, reach) for reach, count in counts.items() if not reach.is_full),
-        recurrent=_recurrent(layers),
-        without_attention=len(layers) - len(kinds),
+        recurrent=_recurrent(model),
+        without_attention=config.num_hidden_layers - len(kinds),
         active_params=_active_params(model, params),
         frozen_params=sum(elements(parameter) for parameter in frozen),
         frozen_bytes=sum(stored_bytes(one) for one in frozen),
@@ -149,12 +154,19 @@ def model_shape(model: nn.Module) -> ModelShape:
     )
 
 
-def _recurrent(layers: Sequence[Layer]) -> tuple[tuple[int, RecurrentShape], ...]:
-    """Return (layers, sizes) of the recurrent layers of each kind, by the first of them."""
+def _recurrent(model: PreTrainedModel) -> tuple[tuple[int, RecurrentShape], ...]:
+    """Return (layers, sizes) of the recurrent layers of each kind, by the first of them, as a
+    trial has seen them. Raises UnknownLayers where it has not seen all of them."""
+    layers = layers_of(model.config.get_text_config())
+    recurrent = [layer.recurrent for layer in layers if layer.recurrent is not None]
+    if not recurrent:
+        return ()
+    shapes = [run.shape for run in try_model(model).mixers if run.shape is not None]
+    if len(shapes) < len(recurrent):
+        raise unknown_kinds(set(recurrent))
     kinds: dict[str, list[RecurrentShape]] = {}
-    for layer in layers:
-        if layer.recurrent is not None:
-            kinds.setdefault(layer.recurrent.kind, []).append(layer.recurrent)
+    for shape in shapes:
+        kinds.setdefault(shape.kind, []).append(shape)
     return tuple((len(sizes), sizes[0]) for sizes in kinds.values())
 
 
@@ -227,8 +239,6 @@ def _active_params(model: nn.Module, params: int) -> int | None:
 
 def _tied_elements(model: nn.Module) -> int:
     """Count the elements of an embedding that is also the head; 0 if this rank has not both."""
-    if not isinstance(model, PreTrainedModel):
-        return 0
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     head = getattr(model.get_output_embeddings(), "weight", None)
     if head is None or head is not embedding:
@@ -262,13 +272,7 @@ def _stored_elements(parameter: nn.Parameter) -> int:
 
 def is_mostly_frozen(model: nn.Module) -> bool:
     """Tell whether less than half of the parameters are trained."""
-    total = 0
-    trained = 0
-    for parameter in model.parameters():
-        total += elements(parameter)
-        if parameter.requires_grad:
-            trained += elements(parameter)
-    return 2 * trained < total
+    return 2 * trained_elements(model) < sum(map(elements, model.parameters()))
 
 
 def computing_parameter(model: nn.Module) -> nn.Parameter:

@@ -62,8 +62,8 @@ class LayerMemory:
         self._save_attention_output = save_attention_output
         self._make_store = make_store
         self._told = ExitStack()  # patches of the layers in the running call
-        decoder = decoder_of(model)
-        if decoder is not None and reason_not_told(model, decoder) is None:
+        if reason_not_told(model) is None:
+            decoder: Any = decoder_of(model)
             self._decoder = decoder
             self.layers = tuple(decoder.layers)
         elif any(offloads(module) for module in model.modules()):
@@ -254,8 +254,11 @@ def decoder_of(model: PreTrainedModel) -> nn.Module | None:
     return None
 
 
-def reason_not_told(model: PreTrainedModel, decoder: nn.Module) -> str | None:
-    """Return why the layers of a decoder cannot be told what to do; None if they can."""
+def reason_not_told(model: PreTrainedModel) -> str | None:
+    """Return why the layers of a model's decoder cannot be told what to do; None if they can."""
+    decoder = decoder_of(model)
+    if decoder is None:
+        return f"{type(model).__name__} has no list of layers where a decoder has it"
     for layer in decoder.layers:
         if not isinstance(layer, GradientCheckpointingLayer):
             return f"{type(layer).__name__} is no layer that transformers can checkpoint"
@@ -270,12 +273,10 @@ def reason_not_told(model: PreTrainedModel, decoder: nn.Module) -> str | None:
 def reason_without_choices(model: PreTrainedModel) -> str | None:
     """Return why a plan may not choose how a model's layers treat their activations; None if it
     may."""
-    decoder = decoder_of(model)
-    if decoder is None:
-        return f"{type(model).__name__} has no list of layers where a decoder has it"
-    reason = reason_not_told(model, decoder)
+    reason = reason_not_told(model)
     if reason is not None:
         return reason
+    decoder: Any = decoder_of(model)
     count = model.config.get_text_config().num_hidden_layers
     if len(decoder.layers) != count:
         return f"it has {len(decoder.layers)} layers, and num_hidden_layers={count}"

@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_flexseq.base.versions import FUSED_HEAD_FROM, is_older, needs
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.agreement import ErrorCapture
-from hf_flexseq.hf.model.facts import is_classifier
+from hf_flexseq.hf.model.facts import is_classifier, without_adapters
 from hf_flexseq.hf.model.loss import ChunkedLoss
 from hf_flexseq.steps.users_code import is_known, users_methods
 
@@ -124,7 +124,7 @@ def is_on_samples(trainer: Trainer) -> bool:
 def is_objective(trainer: Trainer) -> bool:
     """Tell if a trainer's loss is known to be no next-token loss: one of TRL's, or of a
     classifier."""
-    return _is_one_of(trainer, _ON_SAMPLES) or is_classifier(plain_model(trainer))
+    return _is_one_of(trainer, _ON_SAMPLES) or is_classifier(without_adapters(trainer.model))
 
 
 def has_own_loss(trainer: Trainer) -> bool:
@@ -177,12 +177,6 @@ def reads_sums(trainer: Trainer) -> bool:
     """Tell if a micro-batch runs the `compute_loss` of an SFTTrainer whose head gives sums over
     tokens, as in older versions of TRL, and no value of each token."""
     return reads_fused_head(trainer) and is_older("trl", FUSED_HEAD_FROM)
-
-
-def plain_model(trainer: Trainer) -> Any:
-    """Return the model of a trainer, without adapters."""
-    model = trainer.model
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:

@@ -20,9 +20,12 @@ from hf_flexseq.steps.forward_hooks import around_forward
 _NOISE = re.compile("dropout|pdrop|drop_rate|drop_path|drop_prob|jitter")  # in names of options
 
 
-def dropout_module(model: nn.Module) -> str | None:
-    """Return the name of a module that draws dropout; None without one."""
-    return next((name for name, module in model.named_modules() if _is_dropout(module)), None)
+def dropout_in(model: nn.Module) -> str | None:
+    """Return the module that draws dropout in a model, in words; None without one."""
+    for name, module in model.named_modules():
+        if _is_dropout(module):
+            return f"dropout in {name}" if name else "dropout"
+    return None
 
 
 def _is_dropout(module: nn.Module) -> bool:
@@ -39,11 +42,7 @@ def dropout_held_by(module: nn.Module) -> dict[str, float]:
 def noise_of_module(module: nn.Module) -> str | None:
     """Return the module or attribute that draws random numbers in a module, in words; None where
     nothing does."""
-    name = dropout_module(module)
-    if name is not None:
-        return f"dropout in {name}" if name else "dropout"
-    found = (_noisy_attribute(inner) for inner in module.modules())
-    return next((attribute for attribute in found if attribute is not None), None)
+    return dropout_in(module) or next(filter(None, map(_noisy_attribute, module.modules())), None)
 
 
 def _noisy_attribute(module: nn.Module) -> str | None:

@@ -36,7 +36,7 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.distributed.thread_ranks import ThreadTransport, run_threads
 from hf_flexseq.hf.model.facts import layer_calls
-from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
+from hf_flexseq.hf.model.layer_kinds import has_recurrent
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.kernels import Kernel
@@ -123,7 +123,7 @@ def probe_model(
         twins.append(copy.deepcopy(twin))
         (attach or _attach)(twins[-1])
     wrong = []
-    same = SAME_SCANS if recurrent_kinds(twin.config.get_text_config()) else SAME
+    same = SAME_SCANS if has_recurrent(twin.config.get_text_config()) else SAME
     attach_recurrent(twin)  # of all twins
     for strategy in strategies:
         ranks = _Ranks(twins, strategy, kernel)

@@ -144,7 +144,7 @@ def _convolution(
 ) -> torch.Tensor:
     """Convolve hidden_states [1, channels, tokens], each channel by itself, with weight [channels,
     W] and bias [channels] -> the same shape."""
-    _refuse_states("causal_conv1d_fn", kwargs)
+    _refuse_states(CONVOLUTION, kwargs)
     channels, width = weight.shape
     if isinstance(seq_ctx, NotesCalls):
         seq_ctx.note_recurrent(RecurrentShape(kind="convolution", width=width, channels=channels))
@@ -259,8 +259,11 @@ def _mamba2_in_one(*args: Any, seq_ctx: Any, **kwargs: Any) -> None:
     return
 
 
+CONVOLUTION = "causal_conv1d_fn"
+"""Name of the function that a scan comes after; some layers have it alone."""
+
 _DISPATCHED: dict[str, Function] = {
-    "causal_conv1d_fn": _convolution,
+    CONVOLUTION: _convolution,
     "torch_chunk_gated_delta_rule": partial(_delta, "gated_delta"),
     "chunk_kimi_delta_attention": partial(_delta, "kimi_delta"),
     "mamba2_chunk_scan": _mamba2,

@@ -39,6 +39,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_flexseq.base.patches import Patch
+from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.head_trial import ROUTER_LOSS, try_head
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.kernels.upload import to_device
@@ -166,6 +167,10 @@ class RouterSums:
         sums, self._sums = self._sums, None
         return sums
 
+    def loss(self, sums: Columns) -> torch.Tensor:
+        """Return the router loss of C and P, [experts] each among `sums`, a scalar."""
+        return router_loss(sums[COUNTS], sums[PROBABILITIES], self.facts.top_k)
+
     def _ask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Have the decoder return its routers' logits."""
         if "seq_ctx" not in kwargs:
@@ -187,22 +192,22 @@ class RouterLoss:
 
     def __init__(self, model: nn.Module, base: PreTrainedModel) -> None:
         """model: may be a PEFT model, with `base` inside."""
-        self._of_model = RouterSums(base)
+        self.of_calls = RouterSums(base)
+        """Counts C and P of each call, for whoever takes them."""
         entries: set[nn.Module] = {base}
         if model is not base:  # some adapters call the model past its hooks
             entries.add(model.base_model)
         for entry in entries:
             hook = entry.register_forward_pre_hook(self._without_own, with_kwargs=True)
-            self._of_model.attached.enter_context(hook)
+            self.of_calls.attached.enter_context(hook)
         takes = inspect.signature(type(base).forward).parameters
         self._head_options = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._wrapped: nn.Module | None = None  # the model, as accelerate has wrapped it
         self._counts: torch.Tensor | None = None  # C of the step, once it is known
         self._add_up: AddUp | None = None
-        self._is_dummy = False
         self._is_due = False  # True if the micro-batch's share has not been asked for
         self._noted: Columns | None = None  # C and P, where no share of them is wanted
-        self.coefficient = self._of_model.facts.coefficient
+        self.coefficient = self.of_calls.facts.coefficient
         """Factor of the loss."""
         self.value: torch.Tensor | None = None
         """The router loss of the last step, a scalar on the CPU."""
@@ -216,7 +221,7 @@ class RouterLoss:
 
     def detach(self) -> None:
         """Leave nothing on the model. A second call does nothing."""
-        self._of_model.attached.close()
+        self.of_calls.attached.close()
         self._wrapped = None
 
     def _without_own(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -235,12 +240,11 @@ class RouterLoss:
     def know(self, totals: torch.Tensor) -> None:
         """Take C and P of the whole step, [2 * experts] on the CPU."""
         self._counts, probabilities = totals.chunk(2)
-        self.value = router_loss(self._counts, probabilities, self._of_model.facts.top_k)
+        self.value = self.of_calls.loss({COUNTS: self._counts, PROBABILITIES: probabilities})
 
-    def next(self, *, is_dummy: bool, add_up: AddUp | None) -> None:
+    def next(self, *, add_up: AddUp | None) -> None:
         """Begin the next micro-batch of the second pass; see `TokenLoss`."""
         self._check_taken()
-        self._is_dummy = is_dummy
         self._add_up = add_up
         self._is_due = True
 
@@ -249,18 +253,15 @@ class RouterLoss:
         the step, a scalar. Collective over the world where the totals are not known yet."""
         sums = self._taken()
         if self._noted is not None:
-            self._noted.update({name: value.detach() for name, value in sums.items()})
+            for name, value in sums.items():
+                self._noted[name] = self._noted.get(name, 0.0) + value.detach()
             return 0.0 * sums[PROBABILITIES].sum()
         if self._add_up is not None:
-            row = self._as_row(sums)
-            self._add_up(torch.zeros_like(row) if self._is_dummy else row)
+            self._add_up(self._as_row(sums))
             self._add_up = None
         assert self._counts is not None, "the first micro-batch has made the totals known"
         self._is_due = False
-        own = sums[PROBABILITIES]
-        if self._is_dummy:
-            return 0.0 * own.sum()
-        return router_loss(self._counts, own, self._of_model.facts.top_k)
+        return self.of_calls.loss({**sums, COUNTS: self._counts})
 
     def finish(self) -> None:
         """End the last micro-batch of the step."""
@@ -269,22 +270,30 @@ class RouterLoss:
 
     @contextmanager
     def noting(self) -> Iterator[Columns]:
-        """Let shares be 0 inside the block, which runs a micro-batch without a backward; the block
-        gets C and P of its tokens, [experts] each, by name."""
+        """Let shares be 0 inside the block, which runs micro-batches without a backward; the block
+        gets C and P of their tokens, [experts] each, by name."""
         noted: Columns = {}
         with Patch(self, _noted=noted):
             yield noted
 
+    def of_all_ranks(self, sums: Columns, cpu_group: CpuGroup) -> torch.Tensor:
+        """Return the router loss of a step, times its coefficient, a scalar. Collective over the
+        world. sums: C and P of this rank, [experts] each."""
+        totals = self._as_row(sums)
+        cpu_group.all_reduce(totals)  # [2 * experts] -> [2 * experts]
+        self.know(totals)
+        assert self.value is not None, "it is known now"
+        return self.coefficient * self.value.to(sums[PROBABILITIES])
+
     def weighted(self, sums: Columns) -> torch.Tensor:
         """Return the router loss of C and P, [experts] each, times its coefficient, a scalar."""
-        top_k = self._of_model.facts.top_k
-        return self.coefficient * router_loss(sums[COUNTS], sums[PROBABILITIES], top_k)
+        return self.coefficient * self.of_calls.loss(sums)
 
     def _check_taken(self) -> None:
         assert not self._is_due, "a micro-batch has run without its share of the router loss"
 
     def _taken(self) -> Columns:
-        sums = self._of_model.take()
+        sums = self.of_calls.take()
         assert sums is not None, "the model has run on a micro-batch"
         return sums
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_flexseq.base.registry import PLANNERS
 from hf_flexseq.config import FlexSeqArguments
-from hf_flexseq.hf.model.noise import dropout_module, noisy_option
+from hf_flexseq.hf.model.noise import dropout_in, noisy_option
 from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.steps.token_columns import LENGTHS
 
@@ -35,11 +35,9 @@ def reason_not_shared(
         return "shared_prefixes='off'"
     if not PLANNERS[args.planner].takes_units:
         return f"planner={args.planner!r} plans rows"
-    name, option = dropout_module(model), noisy_option(base.config)
-    if name is not None:
-        return f"{name} draws dropout, once for a shared token instead of once for each row"
-    if option is not None:
-        return f"{option} adds noise, once for a shared token"
+    noise = dropout_in(model) or noisy_option(base.config)
+    if noise is not None:
+        return f"{noise} is drawn once for a shared token instead of once for each row"
     if LENGTHS in needed_columns(base):
         return "the rotary embedding depends on the length of the whole row"
     return None

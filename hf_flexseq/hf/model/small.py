@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_flexseq.hf.model.layer_kinds import layer_kinds
+from hf_flexseq.hf.model.layer_kinds import attention_layers
 
 # Options of the sizes that a probe can run. Windows and chunks are below its sequences' lengths.
 SMALL: dict[str, Any] = {
@@ -281,7 +281,7 @@ def small_model(kind: type[PreTrainedModel], options: dict[str, Any]) -> PreTrai
 def _reaches(config: PreTrainedConfig) -> list[int]:
     """Return the sizes of windows and chunks that a model has."""
     sizes = []
-    for kind in layer_kinds(config.get_text_config()):
+    for kind in attention_layers(config.get_text_config()).values():
         sizes += [size for size in (kind.reach.window, kind.reach.chunk) if size is not None]
     return sizes
 

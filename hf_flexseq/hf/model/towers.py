@@ -7,7 +7,7 @@ with its projector, and towers of other modalities. Models with towers train on 
 run the layers of a text model. Which of them take images is found out in `vision.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_flexseq.cost.tower import TowerShape
 from hf_flexseq.hf.model.noise import has_noise_of_its_own, noisy_option
 from hf_flexseq.steps.images import TYPES, RowImages
-from hf_flexseq.steps.source_row import DrawnStep, SourceRow
+from hf_flexseq.steps.prefetch import NO_IMAGES, ImageReader
+from hf_flexseq.steps.source_row import SourceRow
 
 # Names of sizes in configurations of vision models, and a usual tower where they have none.
 _SIZES: dict[str, tuple[tuple[str, ...], int]] = {
@@ -38,23 +39,23 @@ def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def towers_draw_noise(model: PreTrainedModel) -> bool:
     """Tell if the towers of `model` draw random numbers in training, as for dropout."""
-    if any(has_noise_of_its_own(module) for module in _modules_outside_text(model)):
+    if any(has_noise_of_its_own(module) for module in modules_outside_text(model)):
         return True
     return noisy_option(model.config, of_text=False) is not None
 
 
-def adapters_of_towers(model: PreTrainedModel) -> tuple[tuple[tuple[str, ...], bool], ...]:
-    """Return of each of PEFT's layers outside of the text model which adapters are active, and
-    whether they are switched off."""
+def adapter_states(modules: Iterable[nn.Module]) -> tuple[tuple[tuple[str, ...], bool], ...]:
+    """Return of each of PEFT's layers among some modules which adapters are active, and whether
+    they are switched off."""
     found = []
-    for module in _modules_outside_text(model):
+    for module in modules:
         if hasattr(module, _ADAPTED):
             active = getattr(module, "active_adapters", ())
             found.append((tuple(active), bool(getattr(module, "disable_adapters", False))))
     return tuple(found)
 
 
-def _modules_outside_text(model: PreTrainedModel) -> Iterator[nn.Module]:
+def modules_outside_text(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the modules of `model` outside of the text model, the embedding and the head."""
     of_text = {id(module) for part in _text_parts(model) for module in part.modules()}
     yield from (module for module in model.modules() if id(module) not in of_text)
@@ -150,8 +151,8 @@ _PLACEHOLDERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TextReader:
+@dataclass(frozen=True)
+class TextReader(ImageReader):
     """Reads rows of a model that could take images elsewhere, and takes none here."""
 
     config: PreTrainedConfig
@@ -165,20 +166,10 @@ class TextReader:
             raise NotImplementedError(f"{what}; {self.why}: train on examples of text alone")
         return replace(row, images=RowImages(placeholders={}))
 
-    @property
-    def draws_noise(self) -> bool:
-        """Return False: there are no features."""
-        return False
 
-    def planned(self, step: DrawnStep) -> DrawnStep:
-        """Return a step, which has no images."""
-        return step
-
-
-def reader_of_text(config: PreTrainedConfig, why: str) -> TextReader | None:
-    """Return the reader that refuses rows with other tokens than text; None for a model of
-    text."""
-    return None if config.get_text_config() is config else TextReader(config, why)
+def reader_of_text(config: PreTrainedConfig, why: str) -> ImageReader:
+    """Return the reader that refuses rows with other tokens than text."""
+    return NO_IMAGES if config.get_text_config() is config else TextReader(config, why)
 
 
 def placeholders_of(config: PreTrainedConfig) -> dict[str, int]:

@@ -21,7 +21,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -82,12 +82,8 @@ class Call(NamedTuple):
     """Class of the layer."""
     asked: Asked
     """Its reach and scores."""
-    head_dim: int
-    """Size of a head of queries and keys."""
-    value_dim: int
-    """Size of a head of values."""
-    keys_of: int
-    """Index of the first call that was given the same keys: its own where they are new."""
+    width: int
+    """Size of a head, of queries and keys or of values, whichever is larger."""
     dropout: float
     """Probability with which it drops weights of attention."""
     blocks: str | None = None
@@ -105,6 +101,18 @@ class MixerRun:
     """Its number in the model."""
     calls: list[RecurrentShape] = field(default_factory=list)
     """Calls of recurrent functions, in their order; [] where it has hidden them."""
+
+    @property
+    def shape(self) -> RecurrentShape | None:
+        """The sizes of the calls, convolutions of one width and at most one scan; None for
+        others."""
+        convolutions = [call for call in self.calls if call.kind == "convolution"]
+        scans = [call for call in self.calls if call.kind != "convolution"]
+        widths = {call.width for call in convolutions}
+        if len(scans) > 1 or len(widths) != 1:
+            return None
+        channels = sum(call.channels for call in convolutions)
+        return replace((scans or convolutions)[0], width=widths.pop(), channels=channels)
 
 
 class Count(NamedTuple):
@@ -128,6 +136,8 @@ class Trial:
     """Calls of attention, in their order."""
     mixers: list[MixerRun] = field(default_factory=list)
     """Runs of recurrent mixers, in their order."""
+    functions: dict[int | None, set[str]] = field(default_factory=dict)
+    """Names of the recurrent functions in the code of each layer's mixer."""
     counts: list[Count] = field(default_factory=list)
     """Lines that count positions, in their order."""
     refusal: str | None = None
@@ -138,8 +148,6 @@ class Trial:
     """True if masks may show the tokens of an image both ways."""
     types: list[str] = field(default_factory=list)
     """Columns of types that the forward was given."""
-    keys: list[torch.Tensor] = field(default_factory=list)
-    """Keys of the calls, which tell shared ones apart from equal ones."""
 
     def note_recurrent(self, call: RecurrentShape) -> None:
         """Take note of a call of the mixer that runs; `recurrent.py` calls this."""
@@ -197,6 +205,8 @@ def _run(
             if is_experts(module):
                 module.forward = _trial_experts
         for mixer in mixers(tried):
+            names = {name for _, name in mixer.functions}
+            seen.functions.setdefault(number_of(mixer.module), set()).update(names)
             mixer.module.register_forward_pre_hook(partial(_begin_mixer, seen))
         given = {**row_of("input_ids", "position_ids"), **(types or {}), "seq_ctx": seen}
         # With a mask that hides nothing, transformers does not look for documents in the row. It
@@ -211,7 +221,6 @@ def _run(
         if not isinstance(error, KeyError) or error.args != (_TRIAL,):
             seen.fault = _fault(error)
             logger.debug("the trial of %s ended early: %s", type(model).__name__, seen.fault)
-    seen.keys.clear()
     return has_users_modules
 
 
@@ -319,13 +328,8 @@ def _trial_attention(
             "attention of a sequence over itself"
         )
     rows, heads, tokens, head_dim = query.shape
-    keys_of = len(seq_ctx.calls)
-    for index, earlier in enumerate(seq_ctx.keys):
-        if earlier is key:
-            keys_of = index
-            break
-    seq_ctx.keys.append(key)
-    seq_ctx.calls.append(Call(name, asked, head_dim, value.shape[-1], keys_of, dropout, blocks))
+    width = max(head_dim, value.shape[-1])
+    seq_ctx.calls.append(Call(name, asked, width, dropout, blocks))
     return query.new_empty(rows, tokens, heads, value.shape[-1]), None
 
 

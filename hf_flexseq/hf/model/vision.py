@@ -32,7 +32,8 @@ from hf_flexseq.hf.model.image_masks import MasksOfImages
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.tower_trial import FEATURES, VideoParts, try_features
 from hf_flexseq.hf.model.towers import (
-    adapters_of_towers,
+    adapter_states,
+    modules_outside_text,
     patch_size,
     placeholders_of,
     tower_parameters,
@@ -276,7 +277,7 @@ class VisionModel:
     def weights(self) -> Weights:
         """Marks of the parameters that features depend on, and of active adapters: they differ
         once parameters have been changed, or adapters switched."""
-        return weights_of(self._read), adapters_of_towers(self._base)
+        return weights_of(self._read), adapter_states(modules_outside_text(self._base))
 
     def first_values(self) -> torch.Tensor:
         """Return the first value of each parameter that features depend on, [parameters]."""

@@ -223,26 +223,19 @@ def _smoothed_own_loss(case: TrainerOfModel) -> str | None:
     return f"label_smoothing_factor={factor} with {type(case.model).__name__}"
 
 
-def _nameless_coefficient(case: TrainerOfModel) -> str | None:
-    enabled = getattr(case.trainer, "aux_loss_enabled", False)
-    if not enabled or is_objective(case.trainer) or asks_for_router_loss(case.model):
-        return None
-    return _coefficient(case)
-
-
 def _unknown_router_loss(case: TrainerOfModel) -> str | None:
     if not getattr(case.trainer, "aux_loss_enabled", False):
         return None
+    reason = ""
+    if not is_objective(case.trainer) and not asks_for_router_loss(case.model):
+        reason = "its configuration does not name that coefficient"
     try:
         router_facts(case.model)
-    except UnknownRouterLoss as reason:
-        return f"{_coefficient(case)} ({reason})"
-    return None
-
-
-def _coefficient(case: TrainerOfModel) -> str:
+    except UnknownRouterLoss as unknown:
+        reason = str(unknown)
     value = case.trainer.router_aux_loss_coef
-    return f"router_aux_loss_coef={value} with {type(case.model).__name__}"
+    name = type(case.model).__name__
+    return f"router_aux_loss_coef={value} with {name} ({reason})" if reason else None
 
 
 # ---- the tables
@@ -418,12 +411,6 @@ MODEL: tuple[Refusal[TrainerOfModel], ...] = (
         found=_own_function_on_samples,
         why="outputs.loss is next-token loss there",
         instead="leave model.loss_function as it is",
-    ),
-    Refusal(
-        setting="a router loss of TRL without a coefficient in the model's configuration",
-        found=_nameless_coefficient,
-        why="the model's configuration does not name that coefficient",
-        instead=NO_ROUTER_LOSS,
     ),
     Refusal(
         setting="router losses that hf_flexseq does not know",

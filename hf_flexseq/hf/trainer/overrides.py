@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
 from hf_flexseq.base.versions import is_sharded_at_load
-from hf_flexseq.hf.model.loss_kinds import is_objective, plain_model
+from hf_flexseq.hf.model.facts import without_adapters
+from hf_flexseq.hf.model.loss_kinds import is_objective
 from hf_flexseq.hf.model.mlp_trial import small_like
 from hf_flexseq.hf.model.probe import lively_copy
 from hf_flexseq.hf.model.rehearsal import once_for_equal_models
@@ -92,7 +93,7 @@ def remarks(trainer: Any) -> Iterator[str]:
 def _other_arguments(trainer: Any) -> Iterator[str]:
     if is_objective(trainer):
         return
-    args, plain = trainer.args, plain_model(trainer)
+    args, plain = trainer.args, without_adapters(trainer.model)
     factor, model = args.label_smoothing_factor, type(plain).__name__
     counts_items = getattr(plain, "accepts_loss_kwargs", True)
     if not counts_items and args.world_size * args.gradient_accumulation_steps > 1:

@@ -11,7 +11,7 @@ from hf_flexseq.base.refusals import Refusal, option, raise_all, refuse
 from hf_flexseq.base.values import listed
 from hf_flexseq.config import FlexSeqArguments
 from hf_flexseq.hf.model.checkpointing import asks_to_offload
-from hf_flexseq.hf.model.layer_kinds import recurrent_kinds
+from hf_flexseq.hf.model.layer_kinds import has_recurrent
 from hf_flexseq.hf.model.loss_kinds import METHODS_OF_LOSS, has_own_loss, is_on_samples
 from hf_flexseq.hf.model.rehearsal import code_of_model
 from hf_flexseq.hf.model.router import NO_ROUTER_LOSS, OPTION, asks_for_router_loss
@@ -170,7 +170,7 @@ def _shared_attention(case: Staged) -> str | None:
 def _shared_recurrent_chunks(case: Staged) -> str | None:
     if (case.args.sp_degree or 1) == 1 or not isinstance(case.model, PreTrainedModel):
         return None
-    if not recurrent_kinds(case.model.config.get_text_config()):
+    if not has_recurrent(case.model.config.get_text_config()):
         return None
     return f"sp_degree={case.args.sp_degree} for the recurrent layers of {case.name}"
 
