@@ -424,7 +424,8 @@ def _model(layers: int, tied: bool):
 def run_pipeline(run: PipelineRun) -> float:
     """Train and evaluate one step on all ranks; return the largest relative error of a gradient,
     or of a loss."""
-    model = _model(run.layers, run.number % 2 == 0)
+    is_tied = run.number // PIPELINE_EVERY % 2 == 0  # every number of a pipeline is odd
+    model = _model(run.layers, is_tied)
     wanted = reference_gradients(copy.deepcopy(model), documents(run.plan.lengths))
     arguments = (run, model, wanted)
     ranks = run.stages * run.degree
