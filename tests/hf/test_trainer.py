@@ -1,6 +1,6 @@
 """Steps on several ranks against those of the plain trainers in one process: optimizers, packed
-rows, smoothed labels, kinds of LoRA, families with layers of several kinds. With `-m nightly` ten
-families take ten steps in every way to train them."""
+rows, smoothed labels, families with layers of several kinds. With `-m nightly` ten families take
+ten steps in every way to train them."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,8 +8,6 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from peft.optimizers import create_loraplus_optimizer
 from transformers import (
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
@@ -232,49 +230,6 @@ def test_smoothed_labels_are_refused_where_the_loss_is_not_ours(tmp_path):
         trainer_of(Trainer, tmp_path, flexseq={}, model=model, label_smoothing_factor=0.2)
     with pytest.raises(NotImplementedError, match="label_smoothing_factor=0.2 of FlexSFTTrainer"):
         sft_trainer(SFTTrainer, tmp_path, 2, flexseq={}, label_smoothing_factor=0.2)
-
-
-# ---- kinds of LoRA
-
-KINDS = {
-    "dora": {"use_dora": True},
-    "saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
-    "tied, saved": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    "loraplus": {},
-}
-
-
-def adapted(kind):
-    """A model with an adapter that is not zero."""
-    layers = ["q_proj", "v_proj", "down_proj"]
-    options = {"r": 4, "target_modules": layers, "init_lora_weights": False, **KINDS[kind]}
-    model = tiny_llama(tie_word_embeddings=kind.startswith("tied"))
-    return get_peft_model(model, LoraConfig(**options))
-
-
-def with_loraplus(model):
-    optimizer = create_loraplus_optimizer(
-        model, optimizer_cls=torch.optim.SGD, lr=1e-2, loraplus_lr_ratio=16
-    )
-    return {"optimizers": (optimizer, None)}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "kinds",
-    [("dora", "tied, saved"), pytest.param(tuple(KINDS), marks=pytest.mark.nightly)],
-    ids=["some", "all"],
-)
-def test_adapters_train_as_under_the_plain_trainer(kinds, tmp_path):
-    common = {"settings": {"train_dataset": dataset(12)}, "stock_loss": float64_loss}
-    common["flexseq"] = {"activation_memory": "as_set"}
-    cases = {kind: Case(model=partial(adapted, kind), **common) for kind in kinds}
-    if "loraplus" in kinds:
-        cases["loraplus"] = replace(cases["loraplus"], of_model=with_loraplus)
-    for kind, stock, by_rank in both(cases, tmp_path, seconds=150):
-        # of the update: a head that is saved keeps the model's own loss, which is in float32
-        bound = 1e-6 if "modules_to_save" in KINDS[kind] else 1e-8
-        assert max(weights_apart(stock, ours) for ours in by_rank) < bound, kind
 
 
 # ---- families
