@@ -10,7 +10,7 @@ from tests.attention import exact
 from tests.attention.exact import KINDS, SHARED, Case, assert_exact, run_cases
 from tests.budget import others_slow
 from tests.kernels import cudnn
-from tests.ranks import run_ranks, run_threads
+from tests.ranks import run_threads
 
 MIXED = (31, 1, 2, 17, 13, 29)
 FULL_CASES = [
@@ -37,11 +37,6 @@ CASES = FULL_CASES + [Case(kind, (3, 1), (*MIXED, 5)) for kind in KINDS if kind 
 def test_every_strategy_is_exact(world_size, cases):
     strategies = SHARED if world_size > 1 else ["local"]
     assert_exact(run_threads(run_cases, world_size, strategies, cases, seconds=100))
-
-
-@pytest.mark.processes
-def test_every_strategy_is_exact_on_processes():
-    assert_exact(run_ranks(run_cases, 4, SHARED, FULL_CASES, seconds=100))
 
 
 @pytest.mark.on_device
