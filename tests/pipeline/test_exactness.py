@@ -25,7 +25,7 @@ from tests.device import DEVICE, own_kernel
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
-from tests.ranks import join, run_ranks, run_threads
+from tests.ranks import join, run_threads
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
 LAYERS = 4
@@ -157,28 +157,24 @@ def errors_by_case(rank, world_size, degree, virtual):
     return errors
 
 
-ON_PROCESSES = [pytest.mark.processes, pytest.mark.nightly]
-
-
 @pytest.mark.on_device
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("start", "world_size", "degree", "virtual"),
+    ("world_size", "degree", "virtual"),
     [
-        (run_threads, 3, 1, 1),
-        (run_threads, 4, 2, 1),
-        (run_threads, 2, 1, 3),
-        (run_threads, 4, 2, 2),
-        pytest.param(run_threads, 2, 1, 1, marks=pytest.mark.nightly),
-        pytest.param(run_threads, 4, 1, 1, marks=pytest.mark.nightly),
-        pytest.param(run_threads, 2, 1, 2, marks=pytest.mark.nightly),
-        pytest.param(run_threads, 3, 1, 2, marks=pytest.mark.nightly),
-        pytest.param(run_ranks, 4, 2, 1, marks=ON_PROCESSES),
-        pytest.param(run_ranks, 2, 1, 2, marks=ON_PROCESSES),
+        (3, 1, 1),
+        (4, 2, 1),
+        (2, 1, 3),
+        (4, 2, 2),
+        pytest.param(2, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(4, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(2, 1, 2, marks=pytest.mark.nightly),
+        pytest.param(3, 1, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_gradients_equal_one_process(start, world_size, degree, virtual):
-    for errors in start(errors_by_case, world_size, degree, virtual, seconds=120):
+def test_gradients_equal_one_process(world_size, degree, virtual):
+    """On threads; on processes the plans of `test_trainer.py` run."""
+    for errors in run_threads(errors_by_case, world_size, degree, virtual, seconds=120):
         assert errors.keys() == CASES.keys()
         for case, (of_gradients, of_loss) in errors.items():
             assert of_gradients < 1e-10, case
