@@ -120,20 +120,3 @@ def peak_bytes(plan, cost):
     for done in timed(plan, cost):
         peaks[done.rank] = max(peaks[done.rank], done.held)
     return tuple(peaks)
-
-
-def peak_tokens(plan):
-    """Of each rank, the most tokens between their forward and the end of their backward."""
-    chunk_numbers = plan.places()
-    peaks = []
-    for actions in plan.actions:
-        tokens_held = peak = 0
-        for action in actions:
-            chunk = plan.chunks[chunk_numbers[action.unit, action.chunk]]
-            if action.kind == "F":
-                tokens_held += chunk.tokens
-            elif action.kind in ("B", "W"):
-                tokens_held -= chunk.tokens
-            peak = max(peak, tokens_held)
-        peaks.append(peak)
-    return tuple(peaks)

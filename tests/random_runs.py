@@ -36,7 +36,6 @@ from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.choose import choose_kernel
 from hf_flexseq.kernels.scans import grid
 from hf_flexseq.pipeline.planning.plan import PipelinePlan
-from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.plan import Plan
 from hf_flexseq.plan import attention_schedule as schedule
 from hf_flexseq.plan.blocks import Blocks
@@ -47,10 +46,10 @@ from hf_flexseq.published.zeppelin.routes import routed_posts
 from tests.attention.dense import dense_attention
 from tests.attention.exact import row_paths
 from tests.attention.recurrent import stepwise
-from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
+from tests.hf.tiny import documents, reference_gradients, tiny_llama
 from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
-from tests.pipeline.test_exactness import columns_of, make_executor
+from tests.pipeline.test_exactness import make_executor, step_errors
 from tests.plans import random_blocks, random_plan, random_unit
 from tests.published.zeppelin.gainful_passes import Always
 from tests.ranks import join, run_threads
@@ -425,38 +424,21 @@ def _model(layers: int, tied: bool):
 def run_pipeline(run: PipelineRun) -> float:
     """Train and evaluate one step on all ranks; return the largest relative error of a gradient,
     or of a loss."""
-    examples = documents(run.plan.lengths)
-    model = _model(run.layers, run.number % 2 == 0)
-    targets = sum(label != -100 for e in examples for label in e["labels"][1:])
-    wanted_loss, wanted = reference_gradients(copy.deepcopy(model), examples)
-    by_rank = run_threads(
-        _pipeline_rank,
-        run.stages * run.degree,
-        run,
-        model,
-        columns_of(run.plan, examples),
-        targets,
-        launches=run.launches,
-        seed=run.number,
-    )
-    errors = []
-    for way in ("trained", "evaluated"):
-        loss = sum(float(found[way]) for found in by_rank)
-        errors.append(abs(loss - wanted_loss))
-    for found in by_rank:
-        gradients = found["gradients"]
-        own = {name: wanted[name] for name in gradients}
-        errors += relative_errors(gradients, own, floor_of=wanted).values()
-    return _largest(errors)
+    is_tied = run.number // PIPELINE_EVERY % 2 == 0  # every number of a pipeline is odd
+    model = _model(run.layers, is_tied)
+    wanted = reference_gradients(copy.deepcopy(model), documents(run.plan.lengths))
+    arguments = (run, model, wanted)
+    ranks = run.stages * run.degree
+    options = {"launches": run.launches, "seed": run.number}
+    by_rank = run_threads(_pipeline_rank, ranks, *arguments, **options)
+    return _largest([error for errors in by_rank for error in errors])
 
 
-def _pipeline_rank(rank, world_size, run, model, columns, targets):
-    executor = make_executor(copy.deepcopy(model), run.stages, run.degree, join(), run.virtual)
-    trained = executor.train(run.plan, columns, targets)
-    reduce_gradients(executor.stage, executor.neighbours)
-    gradients = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
-    evaluated = executor.evaluate(run.plan, columns, targets)
-    return {"trained": trained, "evaluated": evaluated, "gradients": gradients}
+def _pipeline_rank(rank, world_size, run, model, wanted):
+    communicator = join()
+    model = copy.deepcopy(model)
+    executor = make_executor(model, run.stages, run.degree, communicator, run.virtual)
+    return step_errors(communicator, executor, run.plan, *wanted, lengths=run.plan.lengths)
 
 
 # ---- all of them

@@ -1,5 +1,6 @@
 """Attention in which blocks of tokens see both ways, against dense softmax attention with a mask,
-in float64: all kinds of layers that may ask for it, on one rank and on several."""
+in float64: all kinds of layers that may ask for it, on one rank and on several. Blocks in some of
+the groups of a plan are in `test_never_hangs.py`."""
 
 import random
 from functools import partial
@@ -11,7 +12,6 @@ from hf_flexseq.attention import sequence_parallel_attention
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.kernels.cpu_flash import CpuFlash
-from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import make_shard
 from hf_flexseq.plan.units import Node, Unit
 from hf_flexseq.program.compile import FORWARD, compile_program, parts_of
@@ -23,7 +23,6 @@ from tests.attention.exact import (
     assert_exact,
     attend,
     context_on,
-    errors_of,
     group_of,
     run_cases,
     wanted,
@@ -31,9 +30,9 @@ from tests.attention.exact import (
 from tests.attention.group import forward_backward, largest_error, nodes_of, qkv_and_dout
 from tests.budget import others_slow
 from tests.kernels.reference import Reference
-from tests.plans import group, one_group
+from tests.plans import one_group
 from tests.program.rank_programs import messages_of, programs_of_group
-from tests.ranks import join, run_ranks, run_threads
+from tests.ranks import join, run_threads
 
 ASKING = [name for name, (reach, *_) in KINDS.items() if reach.chunk is None]
 HEADS = ((4, 4), (4, 2), (8, 1), (3, 1))
@@ -78,47 +77,6 @@ CASES = (
 def test_blocks_are_exact(world_size):
     strategy = "local" if world_size == 1 else "ulysses"
     assert_exact(run_threads(run_cases, world_size, [strategy], CASES, seconds=100))
-
-
-@pytest.mark.processes
-def test_blocks_are_exact_on_processes():
-    assert_exact(run_ranks(run_cases, 2, ["ulysses"], CASES[::4], seconds=100))
-
-
-# ---- several groups
-
-
-SEQUENCES = (
-    (37, ((3, 30),)),
-    (29, ()),
-    (18, ((0, 4), (5, 18))),
-    (9, ((1, 9),)),
-    (1, ()),
-    (14, ((0, 14),)),
-    (6, ((2, 3),)),
-)
-NESTED = [case_of(kind, (4, 2), SEQUENCES) for kind in ("full", "window with sinks")]
-
-
-def in_nested_groups(rank, world_size):
-    """Errors of this rank where it works in a wide group with blocks, in a ring without any, and
-    alone with blocks."""
-    communicator = join(nodes_of(world_size))
-    groups = (
-        group(0, 4, 0, strategy="ulysses"),
-        group(0, 4, 1, strategy="zigzag"),
-        group(0, 2, 2, strategy="ulysses"),
-        *(group(r, r + 1, 3 + r) for r in range(4)),
-    )
-    found = {}
-    for number, case in enumerate(NESTED):
-        seq_ctx = context_on(communicator, MicroBatch(groups=groups), case)
-        found["nested", case] = errors_of(seq_ctx, case, checkpointed=bool(number % 2))
-    return found
-
-
-def test_blocks_of_some_groups_beside_others_without():
-    assert_exact(run_threads(in_nested_groups, 4))
 
 
 # ---- units

@@ -5,12 +5,11 @@ import pytest
 
 from hf_flexseq.base.layers import Reach
 from hf_flexseq.kernels import cudnn_long
-from hf_flexseq.plan import attention_schedule as schedule
 from tests.attention import exact
 from tests.attention.exact import KINDS, SHARED, Case, assert_exact, run_cases
 from tests.budget import others_slow
 from tests.kernels import cudnn
-from tests.ranks import run_ranks, run_threads
+from tests.ranks import run_threads
 
 MIXED = (31, 1, 2, 17, 13, 29)
 FULL_CASES = [
@@ -39,21 +38,10 @@ def test_every_strategy_is_exact(world_size, cases):
     assert_exact(run_threads(run_cases, world_size, strategies, cases, seconds=100))
 
 
-@pytest.mark.processes
-def test_every_strategy_is_exact_on_processes():
-    assert_exact(run_ranks(run_cases, 4, SHARED, FULL_CASES, seconds=100))
-
-
 @pytest.mark.on_device
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 3), (2, 3), (2, 4)])
 def test_hybrid_is_exact_on_wider_nodes(nodes, per_node):
     assert_exact(run_threads(run_cases, nodes * per_node, ["hybrid"], FULL_CASES[4:], per_node))
-
-
-def test_rings_are_exact_chunk_by_chunk(monkeypatch):
-    # of these short sequences chunks travel together otherwise
-    monkeypatch.setitem(schedule.LARGE, "cpu", 1)
-    assert_exact(run_threads(run_cases, 4, ["zigzag", "balanced"], FULL_CASES[3:6]))
 
 
 @pytest.mark.parametrize("long", others_slow([1, 4, 9, 30], tried=[4]))

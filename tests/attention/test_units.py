@@ -5,7 +5,7 @@ import pytest
 
 from tests.attention.exact import KINDS, SHARED, Case, assert_exact, run_cases
 from tests.attention.trees import TREES, units_of
-from tests.ranks import run_ranks, run_threads
+from tests.ranks import run_threads
 
 HEADS = (4, 2)
 
@@ -29,8 +29,3 @@ def test_units_are_exact_on_one_rank():
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.nightly), 3, 4])
 def test_units_are_exact_under_every_strategy(world_size):
     assert_exact(run_threads(run_cases, world_size, SHARED, CASES, seconds=100))
-
-
-@pytest.mark.processes
-def test_units_are_exact_on_processes():
-    assert_exact(run_ranks(run_cases, 2, SHARED, OF_KINDS[::3], seconds=100))

@@ -11,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftType, get_peft_model
 from peft import mapping as of_peft
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.optimizers import create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.lora import config as of_lora
 from torch import nn
@@ -110,6 +111,9 @@ VARIANTS = {
     "LORA tokens": {"trainable_token_indices": [3, 5, 7]},
     "LORA replicated": {"layer_replication": [(0, 2), (1, 2)]},
     "LORA embedding": {"target_modules": ["embed_tokens", "lm_head"]},
+    "LORA saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "LORA saved, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "LORA plus": {},
     "LORA patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
     "LOHA module dropout": {"module_dropout": 0.5},
     "LOKR rank dropout": {"rank_dropout": 0.5},
@@ -142,7 +146,8 @@ def is_available(name):
 
 def adapted(name):
     """A tiny Llama in float64 with such an adapter, no part of which is zero."""
-    model = tiny_llama(torch.float32)  # some adapters decompose matrices, in float32 alone
+    # some adapters decompose matrices, in float32 alone
+    model = tiny_llama(torch.float32, tie_word_embeddings=name.endswith("tied"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, config_of(name))
@@ -182,7 +187,7 @@ TRAINED = [name for name in CASES if name not in (*INEXACT, *NOISY)]
 # Of the update. Some methods compute in float32, as does the loss of a head with an adapter, and
 # TRL computes log-probabilities of DPO in it.
 BOUNDS = dict.fromkeys(("ADAMSS", "ADAMSS asa", "C3A", "DEFT", "FOURIERFT"), 1e-5)
-BOUNDS["LORA embedding"] = 1e-6
+BOUNDS |= dict.fromkeys(("LORA embedding", "LORA saved", "LORA saved, tied"), 1e-6)
 BOUND = {"trainer": 1e-10, "sft": 1e-10, "dpo": 1e-5}
 
 # What TRL or PEFT itself refuses.
@@ -277,6 +282,14 @@ OF_DPO = {
 }
 
 
+def with_two_rates(model):
+    """LoRA+, whose second factors have another learning rate."""
+    optimizer = create_loraplus_optimizer(
+        model, optimizer_cls=torch.optim.SGD, lr=1e-2, loraplus_lr_ratio=16
+    )
+    return {"optimizers": (optimizer, None)}
+
+
 def case_of(kind, name):
     """A trainer of two steps, each of several micro-batches."""
     base, settings = {
@@ -290,11 +303,13 @@ def case_of(kind, name):
         settings={"max_steps": 2, "learning_rate": 1.0, **settings},
         stock_loss=float64_loss if kind == "trainer" else None,
         flexseq={"max_tokens_per_rank": 64},
+        **({"of_model": with_two_rates} if name == "LORA plus" else {}),
     )
 
 
 SOME = [
-    *(("trainer", name) for name in ("ADALORA", "OSF", "LORA tokens")),
+    *(("trainer", name) for name in ("ADALORA", "OSF", "LORA tokens", "LORA dora")),
+    ("trainer", "LORA saved, tied"),
     ("sft", "ADALORA"),
     ("dpo", "OFT"),
 ]

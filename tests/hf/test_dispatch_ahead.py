@@ -1,5 +1,6 @@
 """The next step is dispatched while this one runs, and figures are read a step later where the
-device works behind the host. Neither shows: in the log, in the plan trace, or in errors."""
+device works behind the host. Neither shows: in the log, in the plan trace, or in errors
+(`test_nonfinite.py`)."""
 
 import json
 
@@ -9,7 +10,6 @@ from transformers import TrainerCallback
 from hf_flexseq.steps import rank_step as steps
 from hf_flexseq.steps.stopwatch import Stopwatch
 from tests.hf.plain import dataset, flexseq_trainer
-from tests.hf.test_nonfinite import PARAMETER, STEPS, loop
 
 # ---- a device that works behind the host
 
@@ -99,12 +99,3 @@ def test_the_log_and_the_trace_are_those_of_figures_that_are_read_at_once(
         # A step is read behind the next one, or where the device is waited for anyway: for the
         # checkpoints after steps 1 and 3, and in the end.
         assert events == [0, 1, "read", "read", 2, 3, "read", "read", 4, "read"]
-
-
-@pytest.mark.processes
-def test_what_is_not_finite_is_raised_in_the_same_step(behind):
-    assert loop() == (STEPS, STEPS, None)
-    for poisoned, wanted in ((1, 3), (STEPS - 1, STEPS)):
-        ran, updates, said = loop(poisoned=poisoned)
-        assert (ran, updates) == (wanted, wanted)
-        assert f"in the gradients of {PARAMETER};" in said

@@ -1,6 +1,6 @@
-"""The evaluation loss is the mean over the target tokens of the whole set: for any batch size,
-world size, loader. A hand-written loop evaluates without a trace, and says so where it meant
-to."""
+"""A hand-written loop evaluates without a trace, to the mean over the target tokens of the whole
+set, and what it does by mistake is named. Evaluations of a Trainer are in `test_loaders.py` and
+`test_metrics.py`."""
 
 import copy
 import json
@@ -11,64 +11,10 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
-from tests.budget import others_nightly
-from tests.hf.plain import Stream, flexseq_trainer
 from tests.hf.tiny import documents, reference_loss, tiny_arguments, tiny_llama, weights
 from tests.ranks import run_cases
 
 LENGTHS = [3, 50, 1, 17, 8, 30, 2, 61, 5, 12, 44]  # ranks repeat some to fill the last batches
-
-
-def evaluating_trainer(folder, batch, held_out, model=None, **options):
-    return flexseq_trainer(
-        folder,
-        model=model,
-        train_dataset=documents(LENGTHS),
-        eval_dataset=held_out,
-        per_device_eval_batch_size=batch,
-        max_steps=2,
-        **{"lookahead": 0, **options},
-    )
-
-
-def evaluate(rank, world_size, folder, batch, options, stream):
-    examples = documents(LENGTHS)
-    held_out = Stream(examples) if stream else examples
-    trainer = evaluating_trainer(folder, batch, held_out, **options)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    after = trainer.evaluate()["eval_loss"]
-    trainer.model.set_attn_implementation("sdpa")
-    assert torch.nn.Module.state_dict(trainer.model)  # the model is whole, and still a plain one
-    with torch.no_grad():
-        return before, after, float(reference_loss(trainer.model, examples))
-
-
-# By number of ranks: batch size, options, whether the data are a stream.
-CASES = {
-    1: [(2, {"max_tokens_per_rank": 61}, False)],
-    2: [(4, {}, False), (2, {}, True)],
-    3: [
-        (2, {"accelerator_config": {"even_batches": False}}, False),
-        (1, {"dataloader_num_workers": 1}, False),
-    ],
-}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", others_nightly(CASES, tried=[2]))
-def test_evaluation_loss_is_the_token_mean(tmp_path, world_size):
-    with torch.no_grad():
-        wanted = float(reference_loss(tiny_llama(), documents(LENGTHS)))
-    cases = [(tmp_path, *case) for case in CASES[world_size]]
-    for by_rank in run_cases(evaluate, world_size, cases, seconds=120):
-        for before, after, reference in by_rank:
-            assert before == pytest.approx(wanted, rel=1e-10)
-            assert after == pytest.approx(reference, rel=1e-10)
-            assert after != pytest.approx(before, rel=1e-4)
-
-
-# ---- a loop of its own
 
 
 def loader(seed=0):

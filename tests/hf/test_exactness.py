@@ -20,7 +20,6 @@ from tests.hf.tiny import (
     reference_gradients,
     sharded,
     tiny_llama,
-    whole,  # noqa: F401  (imported from here)
     worst_of,
 )
 from tests.ranks import run_cases, run_ranks

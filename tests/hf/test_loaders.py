@@ -18,7 +18,7 @@ from hf_flexseq.hf.engine.loaders import without_repeats
 from tests.budget import others_nightly
 from tests.hf.plain import Stream, flexseq_trainer, float64_loss, logged
 from tests.hf.test_mixin import tokenizer
-from tests.hf.tiny import documents, tiny_arguments, tiny_llama, weights
+from tests.hf.tiny import documents, reference_loss, tiny_arguments, tiny_llama, weights
 from tests.hf.trainers import trainer_of, update_error
 from tests.ranks import run_cases, run_ranks
 
@@ -88,11 +88,12 @@ def test_same_weights_as_the_plain_trainer_on_two_ranks(tmp_path, names):
 
 
 def drawn_lengths(rank, world_size, folder):
-    """Lengths of all sequences of one epoch when no sample is repeated, and the steps that the run
-    took."""
+    """Lengths of all sequences of one epoch when no sample is repeated, the steps that the run
+    took, and how far the losses of a list and of a stream are from those of one process."""
     trainer = flexseq_trainer(
         folder,
         train_dataset=documents(LENGTHS[:9]),
+        per_device_eval_batch_size=2,
         accelerator_config={"even_batches": False},
         num_train_epochs=1,
         max_steps=-1,
@@ -101,16 +102,21 @@ def drawn_lengths(rank, world_size, folder):
     finish = trainer.flexseq.finish
     trainer.flexseq.finish = lambda step: (seen.extend(step.plan.lengths), finish(step))[1]
     trainer.train()
-    return sorted(seen), trainer.state.global_step
+    held_out = documents(LENGTHS[:7])
+    losses = [trainer.evaluate(data)["eval_loss"] for data in (held_out, Stream(held_out))]
+    trainer.model.set_attn_implementation("sdpa")
+    wanted = float(reference_loss(trainer.model, held_out))
+    return sorted(seen), trainer.state.global_step, [abs(loss / wanted - 1) for loss in losses]
 
 
 @pytest.mark.processes
 def test_without_even_batches_every_sample_is_used_once(tmp_path):
     """9 samples in batches of 2 on 3 ranks: in the last step one rank draws one sample and one
-    draws nothing."""
-    for seen, steps in run_ranks(drawn_lengths, 3, tmp_path, seconds=120):
+    draws nothing; of 7 samples to evaluate on two draw nothing in the end."""
+    for seen, steps, apart in run_ranks(drawn_lengths, 3, tmp_path, seconds=120):
         assert seen == sorted(LENGTHS[:9])
         assert steps == 2
+        assert max(apart) < 1e-10
 
 
 # ---- batches on the host

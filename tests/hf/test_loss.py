@@ -138,6 +138,10 @@ def replaced_head_forward(model):
     model.lm_head.forward = lambda hidden: plain(hidden)
 
 
+def hooked_head(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
 def no_head(model):
     model.lm_head = nn.Identity()
 
@@ -159,6 +163,7 @@ SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
         (adapted_head(**SAVED), PLAIN),
         (no_head, PLAIN),
         (replaced_head_forward, "replaced forward"),
+        (hooked_head, "a hook on its lm_head reads logits"),
         (own_forward, "forward has been replaced"),
         (split_head, "tensor parallelism"),
     ],
@@ -338,12 +343,21 @@ def test_calls_without_labels_and_disabled_ones_run_as_before():
     assert difference(outputs.loss, with_loss.loss) < 1e-6
 
 
-def test_a_loss_function_that_comes_later_is_refused():
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (own_loss, "model.loss_function was set while the model trains"),
+        (hooked_head, "hook was registered on the head"),
+    ],
+)
+def test_what_comes_later_is_refused(change, said):
     model, batch = tiny_model("Llama"), make_batch()
-    attach_chunked_loss(model)
-    own_loss(model)
-    with refused("model.loss_function was set while the model trains"):
+    handle = attach_chunked_loss(model)
+    change(model)
+    with refused(said):
         model(**batch)
+    handle.detach()
+    assert model(**batch).logits.shape == (1, 11, 61)
 
 
 def test_a_forward_that_names_no_argument_gets_labels_by_name():

@@ -9,6 +9,8 @@ from transformers.distributed import DistributedConfig
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
 from hf_flexseq.distributed.reduction import local
+from hf_flexseq.steps import rank_step
+from tests.hf.test_dispatch_ahead import Behind
 from tests.hf.tiny import documents, tiny_llama
 from tests.hf.trainers import trainer_of, zero
 from tests.ranks import run_ranks
@@ -167,7 +169,10 @@ def loop(on_nonfinite="raise", *, scaler=None, poisoned=None):
 
 
 @pytest.mark.slow
-def test_a_loop_of_its_own_raises_a_step_later_and_at_its_end():
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_loop_of_its_own_raises_a_step_later_and_at_its_end(monkeypatch, is_behind):
+    if is_behind:
+        monkeypatch.setattr(rank_step, "Stopwatch", Behind)
     assert loop() == (STEPS, STEPS, None)
     assert loop("warn", poisoned=1) == (STEPS, STEPS, None)
     for poisoned, wanted in ((1, 3), (STEPS - 1, STEPS)):

@@ -28,7 +28,6 @@ from tests.ranks import run_cases
 
 LENGTHS = [1 + (i * i * 7) % 60 for i in range(24)]
 OPTIONS = {"max_tokens_per_rank": 61, "lookahead": 0}
-STAGES = {"pipeline_parallel_size": 2}
 
 
 # ---- the figures
@@ -364,11 +363,6 @@ def test_a_hook_that_mixes_sequences_is_refused_in_predictions(tmp_path):
 def test_labels_of_padding_are_refused(tmp_path):
     with refused("labels where its attention_mask has padding", ValueError):
         make(tmp_path, data_collator=labelled_padding, **FUNCTION).train()
-
-
-def test_stages_are_refused_when_a_trainer_is_made(tmp_path):
-    with refused("set it to 1"):
-        make(tmp_path, **FUNCTION, flexseq=STAGES)
 
 
 @pytest.mark.parametrize("teacher", ["some/path", len, None])

@@ -3,7 +3,8 @@ token's own sequence, and the counts of Llama 4's layers without rotary embeddin
 
 Each model is compared with itself, unattached, on one document at a time. `original_max_position_
 embeddings` and `floor_scale` are below some documents' lengths and above others', otherwise there
-would be nothing to see. Ranks are threads."""
+would be nothing to see. Ranks are threads. Stages of a pipeline are in
+`tests/pipeline/test_layer_kinds.py`."""
 
 import random
 from functools import partial
@@ -19,18 +20,14 @@ from transformers.models.kosmos2_5.modeling_kosmos2_5 import (
 
 from hf_flexseq.hf.model.checks import check_model
 from hf_flexseq.hf.model.positions import attach_positions, needed_columns
-from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_columns import INDICES, LENGTHS, with_token_columns
 from tests.hf import by_hand, test_reach
 from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.test_checks import EXPERTS, SIZES
 from tests.hf.test_reach import stays_in_float64  # noqa: F401  (a fixture)
-from tests.hf.tiny import documents, reference_gradients, refused, relative_errors, tiny_llama
-from tests.pipeline.plans import random_pipeline_plan
-from tests.pipeline.test_exactness import columns_of, make_executor
+from tests.hf.tiny import documents, reference_gradients, refused, tiny_llama
 from tests.plans import random_plan
-from tests.ranks import join, run_threads
 
 DRAWN = [1, 15, 16, 17, 5, 40, 3, 23]
 EXAMPLES = documents(DRAWN)
@@ -96,45 +93,6 @@ def test_every_token_stands_where_one_process_has_it(family, adapted, monkeypatc
         patch.setattr(by_hand, "attach_positions", lambda model: None)
         error = worst_error(make, TWO_NODES, plans, EXAMPLES, wanted)
     assert error > 1e-3, "these documents would not show a wrong position"
-
-
-# ---- in pipeline stages
-
-
-def errors_in_stages(rank, world_size, family, degree, wanted):
-    """The largest relative error of this stage's gradients, plain and checkpointed."""
-    communicator = join()
-    stages = world_size // degree
-    targets = sum(label != -100 for e in EXAMPLES for label in e["labels"][1:])
-    model = make_model(family)
-    executor = make_executor(model, stages, degree, communicator)
-    attach_positions(model)
-    worst = []
-    for checkpointing in (False, True):
-        rng = random.Random(f"{family} {checkpointing}")
-        plan = random_pipeline_plan(DRAWN, stages, rng, layers=2, checkpointing=checkpointing)
-        assert any(chunk.cut(plan.lengths) is not None for chunk in plan.chunks)
-        columns = columns_of(plan, EXAMPLES)
-        for chunk, of_chunk in zip(plan.chunks, columns, strict=True):
-            lengths = [plan.lengths[part.sequence] for part in chunk.slices]
-            tokens = torch.tensor([part.tokens for part in chunk.slices])
-            of_chunk[LENGTHS] = torch.tensor(lengths).repeat_interleave(tokens)[None]
-            of_chunk[INDICES] = of_chunk["position_ids"].clone()
-        executor.train(plan, columns, targets)
-        reduce_gradients(executor.stage, executor.neighbours)
-        found = {name: p.grad.clone() for name, p in executor.stage.global_parameters()}
-        model.zero_grad()
-        own = {name: wanted[name] for name in found}
-        worst.append(max(relative_errors(found, own, floor_of=wanted).values()))
-    return worst
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "degree"), [("Llama", 1), ("Llama4", 2)])
-def test_chunks_stand_where_one_process_has_them(family, degree, stays_in_float64):  # noqa: F811
-    _, wanted = reference_gradients(make_model(family), EXAMPLES, attention="eager")
-    for errors in run_threads(errors_in_stages, 2 * degree, family, degree, wanted):
-        assert max(errors) < 1e-10
 
 
 # ---- attached, and detached again

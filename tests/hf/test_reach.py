@@ -1,8 +1,8 @@
 """Families of models: on two nodes of two ranks, under random plans with groups of both nodes,
 plain and checkpointed, each one's loss and gradients are those of one process; so are those of
 LoRA's adapters. Ranks are threads. One family of each code path runs with the other tests, all
-with `-m nightly`; families with recurrent layers then run under every strategy and on two, three
-and four ranks, too. What is refused is in `test_checks.py` and `test_recurrent.py`."""
+with `-m nightly`. Recurrent layers under every strategy are in `tests/attention/recurrent`; what
+is refused is in `test_checks.py` and `test_recurrent.py`."""
 
 import random
 from functools import partial
@@ -13,8 +13,6 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
-from hf_flexseq.base.registry import STRATEGIES
-from hf_flexseq.base.topology import Topology
 from hf_flexseq.base.versions import is_older
 from tests.budget import examples, others_nightly
 from tests.device import DEVICE
@@ -23,7 +21,7 @@ from tests.hf.by_hand import TWO_NODES, worst_error
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_checks import EXPERTS, ROPE, SIZES
 from tests.hf.tiny import VOCAB, documents, reference_gradients
-from tests.plans import group, plan_of_groups, random_plan
+from tests.plans import random_plan
 
 # Windows and chunks are shorter than the longest of these.
 LENGTHS = [1, 2, 17, 5, 23, 3, 40, 11]
@@ -219,25 +217,25 @@ def plans_across(lengths, seed):
     return plans
 
 
-def check_family(make, lengths, plans, topology=TWO_NODES):
-    """Compare with one process under each plan, and return the gradients of that process. make:
+def check_family(make, lengths, seed):
+    """Compare with one process under two plans, and return the gradients of that process. make:
     returns the model."""
     wanted = reference_gradients(make().to(DEVICE), documents(lengths), attention="eager")
-    assert worst_error(make, topology, plans, documents(lengths), wanted) < 1e-10, topology
+    plans = plans_across(lengths, seed)
+    assert worst_error(make, TWO_NODES, plans, documents(lengths), wanted) < 1e-10
     return wanted[1]
 
 
 @pytest.mark.on_device
 @pytest.mark.parametrize("family", others_nightly(FAMILIES, tried=TRIED[: examples(len(TRIED))]))
 def test_a_family_is_exact(family, stays_in_float64):
-    check_family(partial(make_model, family), LENGTHS, plans_across(LENGTHS, family))
+    check_family(partial(make_model, family), LENGTHS, family)
 
 
 # ---- recurrent layers
 
 # One of each kind: the others differ from these in sizes and in what stands between the mixers.
 TRIED_HYBRIDS = ("Qwen3Next", "KimiLinear", "Bamba without attention", "Zamba2", "Lfm2")
-TOPOLOGIES = (*(Topology(nodes=1, ranks_per_node=ranks) for ranks in (2, 3, 4)), TWO_NODES)
 
 
 @pytest.mark.on_device
@@ -245,29 +243,7 @@ TOPOLOGIES = (*(Topology(nodes=1, ranks_per_node=ranks) for ranks in (2, 3, 4)),
     "family", others_nightly(HYBRIDS, tried=TRIED_HYBRIDS[: examples(len(TRIED_HYBRIDS))])
 )
 def test_a_hybrid_is_exact(family, stays_in_float64):
-    lengths = hybrids.LENGTHS
-    check_family(partial(make_hybrid, family), lengths, plans_across(lengths, family))
-
-
-def plan_of_strategy(strategy, topology):
-    """All ranks share all sequences; with `local`, each has its own."""
-    ranks, everything = topology.world_size, range(len(hybrids.LENGTHS))
-    if strategy == "local":
-        groups = [group(rank, rank + 1, *everything[rank::ranks]) for rank in range(ranks)]
-    else:
-        groups = [group(0, ranks, *everything, strategy=strategy)]
-    return plan_of_groups(hybrids.LENGTHS, groups)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_a_hybrid_is_exact_under_every_strategy(family, stays_in_float64):
-    for topology in TOPOLOGIES:
-        plans = []
-        for strategy in STRATEGIES:
-            if strategy != "hybrid" or topology.nodes > 1:  # which needs two nodes
-                plans += [plan_of_strategy(strategy, topology)] * 2
-        check_family(partial(make_hybrid, family), hybrids.LENGTHS, plans, topology)
+    check_family(partial(make_hybrid, family), hybrids.LENGTHS, family)
 
 
 # Projections around a convolution and a scan, and those of attention, MLPs and experts.
@@ -286,6 +262,5 @@ def with_lora(family):
 def test_adapters_of_a_hybrid_are_exact(family, stays_in_float64):
     trained = {name for name, p in with_lora(family).named_parameters() if p.requires_grad}
     assert [name for name in trained if "linear_attn" in name or "conv.in_proj" in name]
-    lengths = hybrids.LENGTHS
-    wanted = check_family(partial(with_lora, family), lengths, plans_across(lengths, family))
+    wanted = check_family(partial(with_lora, family), hybrids.LENGTHS, family)
     assert all(wanted[name].norm() > 0 for name in trained)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from accelerate.utils import release_memory
 from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend
 
@@ -22,9 +23,19 @@ class Trial(SimpleNamespace):
     params = ()
 
 
+@pytest.fixture(autouse=True)
+def without_optuna(monkeypatch):
+    """Let trials of optuna be described where it is not installed."""
+    monkeypatch.setattr("transformers.integrations.hp_params", vars)
+
+
 def searching(base, folder, **settings):
-    """A trainer that makes its model for each trial."""
-    return trainer_of(base, folder, model=None, model_init=lambda trial: tiny_llama(), **settings)
+    """A trainer that makes its model for each trial, amid a search."""
+    settings |= {"model": None, "model_init": lambda trial: tiny_llama()}
+    trainer = trainer_of(base, folder, **settings)
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.hp_space = vars
+    return trainer
 
 
 def searched(rank, world_size, folder):
@@ -35,8 +46,6 @@ def searched(rank, world_size, folder):
     alone = searching(FlexSeqTrainer, folder, learning_rate=RATES[0], **settings)
     alone.train()
     trainer = searching(FlexSeqTrainer, folder, **settings)
-    trainer.hp_search_backend = HPSearchBackend.OPTUNA
-    trainer.hp_space = vars
     histories = [alone.state.log_history]
     for values in ({"learning_rate": RATES[0]}, {"max_tokens_per_rank": 30}):
         trainer.train(trial=Trial(**values))
@@ -47,38 +56,36 @@ def searched(rank, world_size, folder):
 
 
 @pytest.mark.processes
-def test_a_trial_on_a_stream_trains_as_without_one_and_may_set_options(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.integrations.hp_params", vars)
+def test_a_trial_on_a_stream_trains_as_without_one_and_may_set_options(tmp_path):
     for alone, first, second in run_ranks(searched, 2, tmp_path):
         assert first == alone
         assert second[0] == pytest.approx(first[0], rel=1e-6)
         assert sum(second[1]) > sum(first[1])
 
 
-def test_a_trial_with_stages_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.integrations.hp_params", vars)
+def test_a_trial_with_stages_is_refused(tmp_path):
     trainer = searching(FlexSeqTrainer, tmp_path, config=FlexSeqConfig)
-    trainer.hp_search_backend = HPSearchBackend.OPTUNA
-    trainer.hp_space = vars
     with refused("pipeline_parallel_size=2"):
         trainer.train(trial=Trial(pipeline_parallel_size=2))
 
 
-def test_a_search_finds_what_that_of_the_plain_trainer_finds(tmp_path):
-    optuna = pytest.importorskip("optuna")
+def objectives(trainer):
+    """What two trials reach, each begun as a search begins it."""
     found = []
+    for rate in RATES:
+        trainer.train(trial=Trial(learning_rate=rate, gradient_accumulation_steps=2))
+        found.append(trainer.evaluate()["eval_loss"])
+        trainer.model_wrapped, trainer.model = release_memory(trainer.model_wrapped, trainer.model)
+        trainer.accelerator.clear()
+    return found
+
+
+def test_trials_reach_what_those_of_the_plain_trainer_reach(tmp_path):
     data = {"eval_dataset": dataset(4), "per_device_eval_batch_size": 4}
-    for flexseq in (None, {"max_tokens_per_rank": 61}):
-        trainer = searching(Trainer, tmp_path, flexseq=flexseq, **data)
-        best = trainer.hyperparameter_search(
-            hp_space=lambda trial: {
-                "learning_rate": trial.suggest_categorical("learning_rate", RATES),
-                "gradient_accumulation_steps": 2,
-            },
-            n_trials=len(RATES),
-            backend="optuna",
-            sampler=optuna.samplers.GridSampler({"learning_rate": RATES}, seed=0),
-        )
-        found.append((best.hyperparameters, best.objective))
-    assert found[0][0] == found[1][0]
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
+    options = {"max_tokens_per_rank": 61}
+    stock, ours = (
+        objectives(searching(Trainer, tmp_path, flexseq=flexseq, **data))
+        for flexseq in (None, options)
+    )
+    assert stock[0] != stock[1]
+    assert ours == pytest.approx(stock, rel=1e-6)

@@ -41,7 +41,7 @@ from tests.hf.test_objectives import (
     FlexSeqDistillation,
     distillation,
 )
-from tests.hf.test_reach import keep_float64, make_model, mixture
+from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import VOCAB, reference_loss, tiny_arguments, tiny_llama
 from tests.hf.trainers import difference, trained, trainer_of
 from tests.ranks import run_cases, run_ranks
@@ -447,20 +447,3 @@ def test_a_sharded_and_checkpointed_model_is_trained_as_the_plain_trainer_does(t
     for ours in run_ranks(run_sharded, 2, tmp_path, "fsdp2"):
         assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)
         assert spared(ours) > 50
-
-
-def run_mixture(rank, world_size, folder, shared):
-    settings = {"model": mixture("Qwen3Moe"), "router_aux_loss_coef": 0.3}
-    return train_on_rows(folder, shared, batch=STEP // world_size, **settings)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_the_router_loss_of_the_sft_trainer_is_that_of_the_rows(tmp_path, world_size):
-    """The plain trainer has one batch on one rank: router losses are of a step."""
-    stock = run_mixture(0, 1, tmp_path, None)
-    assert all("aux_loss" in line for line in stock.log if "loss" in line)
-    (by_rank,) = run_cases(run_mixture, world_size, [(tmp_path, "auto")], seconds=200)
-    for ours in by_rank:
-        assert spared(ours) > 50
-        assert_alike(difference(stock, ours), weights=FLOAT32_BOUND)

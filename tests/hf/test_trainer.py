@@ -1,6 +1,6 @@
 """Steps on several ranks against those of the plain trainers in one process: optimizers, packed
-rows, smoothed labels, kinds of LoRA, families with layers of several kinds. With `-m nightly` ten
-families take ten steps in every way to train them."""
+rows, smoothed labels, families with layers of several kinds. With `-m nightly` ten families take
+ten steps in every way to train them."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,8 +8,6 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from peft.optimizers import create_loraplus_optimizer
 from transformers import (
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
@@ -234,49 +232,6 @@ def test_smoothed_labels_are_refused_where_the_loss_is_not_ours(tmp_path):
         sft_trainer(SFTTrainer, tmp_path, 2, flexseq={}, label_smoothing_factor=0.2)
 
 
-# ---- kinds of LoRA
-
-KINDS = {
-    "dora": {"use_dora": True},
-    "saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
-    "tied, saved": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    "loraplus": {},
-}
-
-
-def adapted(kind):
-    """A model with an adapter that is not zero."""
-    layers = ["q_proj", "v_proj", "down_proj"]
-    options = {"r": 4, "target_modules": layers, "init_lora_weights": False, **KINDS[kind]}
-    model = tiny_llama(tie_word_embeddings=kind.startswith("tied"))
-    return get_peft_model(model, LoraConfig(**options))
-
-
-def with_loraplus(model):
-    optimizer = create_loraplus_optimizer(
-        model, optimizer_cls=torch.optim.SGD, lr=1e-2, loraplus_lr_ratio=16
-    )
-    return {"optimizers": (optimizer, None)}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "kinds",
-    [("dora", "tied, saved"), pytest.param(tuple(KINDS), marks=pytest.mark.nightly)],
-    ids=["some", "all"],
-)
-def test_adapters_train_as_under_the_plain_trainer(kinds, tmp_path):
-    common = {"settings": {"train_dataset": dataset(12)}, "stock_loss": float64_loss}
-    common["flexseq"] = {"activation_memory": "as_set"}
-    cases = {kind: Case(model=partial(adapted, kind), **common) for kind in kinds}
-    if "loraplus" in kinds:
-        cases["loraplus"] = replace(cases["loraplus"], of_model=with_loraplus)
-    for kind, stock, by_rank in both(cases, tmp_path, seconds=150):
-        # of the update: a head that is saved keeps the model's own loss, which is in float32
-        bound = 1e-6 if "modules_to_save" in KINDS[kind] else 1e-8
-        assert max(weights_apart(stock, ours) for ours in by_rank) < bound, kind
-
-
 # ---- families
 
 
@@ -292,12 +247,23 @@ def model_of(way, family):
     return model
 
 
-def assert_family_alike(folder, way, family, *, steps, bound):
-    """The plain Trainer takes one document at a time: a window that shows padding alone makes NaN
-    in some families. Two ranks share the documents of more than 40 tokens.
+WAYS = ("mixin", "callback", "sft", "zero3")
+TRAINED = ("Gemma2", "Gemma3", "Gemma4", "GptOss", "Mistral with a window", "Olmo3", "Cohere2")
+TRAINED += ("Exaone4", "Llama4", "DeepseekV3")
+PAIRS = [(way, family) for way in WAYS for family in TRAINED]
+# experts that run one by one, of which ranks choose others
+PAIRS += [("zero3", one) for one in ("Qwen3Next", "Qwen3_5Moe", "NemotronH", "Lfm2Moe")]
+PAIRS += [("mixin", "Qwen3Next")]
+STEPS = [(3, "mixin", "Gemma3"), (3, "callback", "GptOss"), (3, "sft", "DeepseekV3")]
+STEPS += [pytest.param(10, *pair, marks=pytest.mark.nightly) for pair in PAIRS]
 
-    bound: of the error of the update, which is small beside the loss's float32.
-    """
+
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("steps", "way", "family"), STEPS)
+def test_steps_of_a_family_equal_the_plain_trainer(tmp_path, steps, way, family):
+    """The plain Trainer takes one document at a time: a window that shows padding alone makes NaN
+    in some families. Two ranks share the documents of more than 40 tokens."""
     settings = {"max_steps": steps, "callback": way == "callback"}
     if way == "sft":  # asks models of experts for their router loss, unless it is weighed with 0
         settings["router_aux_loss_coef"] = 0.0
@@ -310,37 +276,7 @@ def assert_family_alike(folder, way, family, *, steps, bound):
         stock_settings={"batch": 1, "accumulation": 4},
         stage=3 if way == "zero3" else None,
     )
-    assert_alike({family: case}, folder, weights=bound, seconds=300)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("way", "family"),
-    [
-        ("mixin", "Gemma3"),
-        ("callback", "GptOss"),
-        ("sft", "DeepseekV3"),
-        pytest.param("zero3", "GptOss", marks=pytest.mark.nightly),
-        pytest.param("mixin", "Qwen3Next", marks=pytest.mark.nightly),
-    ],
-)
-def test_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
-    assert_family_alike(tmp_path, way, family, steps=3, bound=2e-6)
-
-
-WAYS = ("mixin", "callback", "sft", "zero3")
-TRAINED = ("Gemma2", "Gemma3", "Gemma4", "GptOss", "Mistral with a window", "Olmo3", "Cohere2")
-TRAINED += ("Exaone4", "Llama4", "DeepseekV3")
-PAIRS = [(way, family) for way in WAYS for family in TRAINED]
-# experts that run one by one, of which ranks choose others
-PAIRS += [("zero3", one) for one in ("Qwen3Next", "Qwen3_5Moe", "NemotronH", "Lfm2Moe")]
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("way", "family"), PAIRS)
-def test_ten_steps_of_a_family_equal_the_plain_trainer(tmp_path, way, family):
-    """With ZeRO-3 weights are float32: the plain Trainer is as far from its float64 ones."""
+    # of the update, which is small beside the loss's float32; with ZeRO-3 weights are float32: the
+    # plain Trainer is as far from its float64 ones
     bound = 1e-5 if way == "zero3" else 2e-6
-    assert_family_alike(tmp_path, way, family, steps=10, bound=bound)
+    assert_alike({family: case}, tmp_path, weights=bound, seconds=300)

@@ -4,19 +4,17 @@ refused with one line. Single changes of a user's are those of `test_drawn_setti
 import logging
 
 import pytest
-import torch
 from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
-from hf_flexseq.hf.model.loss import attach_chunked_loss
 from hf_flexseq.steps.collator import OTHER_ROWS
 from tests.differential.case import Case, sft_trainer
 from tests.differential.runs import here
 from tests.hf.plain import dataset, float64_loss, logged, padded
 from tests.hf.test_overrides import make
 from tests.hf.test_own_losses import figures_of
-from tests.hf.tiny import VOCAB, refused, tiny_llama
+from tests.hf.tiny import refused
 from tests.hf.trainers import assert_logged_alike, weights_apart
 from tests.ranks import run_cases
 
@@ -156,24 +154,3 @@ def test_a_collator_that_looks_at_a_whole_batch_is_noticed():
     assert OTHER_ROWS not in DataCollatorForFlexSeq(padded)(examples)
     batch = DataCollatorForFlexSeq(lambda examples: masks_longest(padded(examples)))(examples)
     assert batch[OTHER_ROWS] > 0
-
-
-# ---- a hook on the head
-
-
-def hooked():
-    model = tiny_llama()
-    model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
-    return model
-
-
-def test_a_hook_on_the_head_keeps_the_models_own_loss():
-    assert attach_chunked_loss(hooked()) is None
-    model = tiny_llama()
-    handle = attach_chunked_loss(model)
-    model.lm_head.register_forward_hook(lambda module, args, output: output)
-    ids = torch.tensor([[1, 2, 3]])
-    with refused("hook was registered on the head"):
-        model(input_ids=ids, labels=ids)
-    handle.detach()
-    assert model(input_ids=ids, labels=ids).logits.shape == (1, 3, VOCAB)

@@ -37,69 +37,63 @@ from tests.versions import skip_where_the_plain_model_fails
 
 pytestmark = pytest.mark.processes
 
-# Grids and features of layers; rows that the forward projects, and experts; masks both ways.
-EVERY_TIME = ("qwen3_vl", "fuyu", "llama4", "gemma3")
 FEW = [0, 0, 0, 2, 0, 0, 0, 1, 0, 0]  # images of which some ranks draw none
-
-
-def assert_exact(case, by_rank):
-    """Assert that the errors of a case are those of rounding, and that it ran what it should."""
-    _, sharding, _, freeze, _, _ = case
-    for worst in by_rank:
-        assert worst["loss"] < 1e-12, case
-        assert worst["gradients"] < 1e-10, case
-        assert max(worst["micro_batches"]) > 1, case
-        # A sharded tower that is trained keeps no graph beyond a micro-batch.
-        most = 2 if sharding == "fsdp2" and freeze is None else 1
-        assert max(worst["runs"]) == most, case
-
-
-@pytest.mark.parametrize("name", others_nightly(list(FAMILIES), EVERY_TIME))
-def test_families_equal_one_process(name):
-    skip_where_the_plain_model_fails(name)
-    case = (name, "ddp", False, None, COUNTS, 1)
-    (by_rank,) = run_cases(worst_errors, 2, [case], seconds=120)
-    assert_exact(case, by_rank)
-
-
-# ranks would gather two towers together, which is refused
-SHARDED = [name for name in FAMILIES if name != "video_llava"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", SHARDED)
-def test_families_under_fsdp2_with_checkpointing(name):
-    skip_where_the_plain_model_fails(name)
-    case = (name, "fsdp2", True, None, COUNTS, 2)
-    (by_rank,) = run_cases(worst_errors, 2, [case], seconds=120)
-    assert_exact(case, by_rank)
-
-
-SOME = {
-    1: [("qwen3_vl", "ddp", False, None, COUNTS, 1)],
-    3: [
-        ("qwen3_vl", "fsdp2", True, None, FEW, 1),
-        ("qwen3_vl", "ddp", False, "tower", COUNTS, 1),
-    ],
-}
-ALL = [
+OF_RANK_0 = [2, 0, 0, 0, 1, 0, 0, 0, 0, 0]
+MANY = [
     ("qwen3_vl", "ddp", False, None, COUNTS, 3),
     ("qwen3_vl", "ddp", True, None, FEW, 2),
     ("qwen3_vl", "ddp", False, "text", COUNTS, 2),
     ("qwen3_vl", "fsdp2", False, None, FEW, 2),
     ("qwen3_vl", "fsdp2", False, "tower", COUNTS, 2),
 ]
+RUNS = {  # by name: the number of ranks, and arguments of `worst_errors`
+    **{name: (2, [(name, "ddp", False, None, COUNTS, 1)]) for name in FAMILIES},
+    **{
+        f"{name} under FSDP2": (2, [(name, "fsdp2", True, None, COUNTS, 2)])
+        for name in FAMILIES
+        if name != "video_llava"  # ranks would gather two towers together, which is refused
+    },
+    "one rank": (1, [("qwen3_vl", "ddp", False, None, COUNTS, 1)]),
+    "three ranks": (
+        3,
+        [
+            ("qwen3_vl", "fsdp2", True, None, FEW, 1),
+            ("qwen3_vl", "ddp", False, "tower", COUNTS, 1),
+        ],
+    ),
+    "many on three": (3, MANY),
+    "many on four": (4, MANY),
+    "towers whose graphs are not kept": (
+        2,
+        [("qwen3_vl", "ddp", False, freeze, COUNTS, 2, False) for freeze in (None, "text")],
+    ),
+    # Qwen3-Omni counts positions in float32, and so does a rank without images
+    "positions in float32": (
+        2,
+        [("qwen3_omni_moe_thinker", "ddp", False, None, OF_RANK_0, 1)],
+    ),
+}
+# Grids and features of layers; rows that the forward projects, and experts; masks both ways.
+EVERY_TIME = ("qwen3_vl", "fuyu", "llama4", "gemma3", "one rank", "three ranks")
+EVERY_TIME += ("towers whose graphs are not kept", "positions in float32")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [*SOME.items(), *(pytest.param(n, ALL, marks=pytest.mark.nightly) for n in (3, 4))],
-)
-def test_other_numbers_of_ranks_and_frozen_parts(world_size, cases):
+@pytest.mark.parametrize("name", others_nightly(list(RUNS), EVERY_TIME))
+def test_plans_equal_one_process(name):
+    world_size, cases = RUNS[name]
+    skip_where_the_plain_model_fails(cases[0][0])
     options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 150}
-    results = run_cases(worst_errors, world_size, cases, **options)
-    for case, by_rank in zip(cases, results, strict=True):
-        assert_exact(case, by_rank)
+    by_case = run_cases(worst_errors, world_size, cases, **options)
+    for case, by_rank in zip(cases, by_case, strict=True):
+        _, sharding, _, freeze, _, _, *keeps_graph = case
+        # A sharded tower that is trained keeps no graph beyond a micro-batch.
+        keeps_none = sharding == "fsdp2" and freeze is None
+        for worst in by_rank:
+            assert worst["loss"] < 1e-12, case
+            assert worst["gradients"] < 1e-10, case
+            assert max(worst["micro_batches"]) > 1, case
+            assert max(worst["runs"]) == (2 if keeps_none or keeps_graph else 1), case
+            assert not keeps_graph or worst["runs"] == {2}, "again in the last backward"
 
 
 # ---- what a model's forward would do with features
@@ -232,14 +226,6 @@ def test_steps_of_text_alone_leave_the_tower_without_gradients_and_ddp_in_order(
             assert has_tower == {any(counts)}
 
 
-@pytest.mark.parametrize("freeze", [None, "text"])
-def test_a_tower_whose_graph_is_not_kept_runs_again_in_the_last_backward(freeze):
-    case = ("qwen3_vl", "ddp", False, freeze, COUNTS, 2, False)
-    for worst in run_ranks(worst_errors, 2, *case, seconds=100):
-        assert worst["gradients"] < 1e-10
-        assert worst["runs"] == {2}
-
-
 def tower_runs_with_router_loss(rank, world_size, keeps_graph):
     """How often the tower runs in a step of two passes and several micro-batches."""
     graphs = nullcontext() if keeps_graph else without_graphs()
@@ -266,15 +252,6 @@ def tower_runs_with_router_loss(rank, world_size, keeps_graph):
 def test_a_tower_runs_forward_once_for_both_passes_of_a_router_loss(keeps_graph):
     runs = 1 if keeps_graph else 2  # with the backward
     assert run_ranks(tower_runs_with_router_loss, 2, keeps_graph, seconds=100) == [runs, runs]
-
-
-def test_positions_have_the_model_s_dtype_on_a_rank_without_images_too():
-    """Qwen3-Omni counts positions in float32."""
-    images = [2, 0, 0, 0, 1, 0, 0, 0, 0, 0]  # of rank 0 alone
-    case = ("qwen3_omni_moe_thinker", "ddp", False, None, images, 1)
-    for worst in run_ranks(worst_errors, 2, *case, seconds=100):
-        assert worst["loss"] < 1e-12
-        assert worst["gradients"] < 1e-10
 
 
 def read_positions(examples, **columns):

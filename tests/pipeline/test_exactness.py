@@ -13,16 +13,19 @@ from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.distributed.links import Neighbours
 from hf_flexseq.hf.model.attention import NAME
 from hf_flexseq.hf.model.loss import attach_chunked_loss
+from hf_flexseq.hf.model.positions import needed_columns
 from hf_flexseq.pipeline.executor import PipelineExecutor
 from hf_flexseq.pipeline.reduction import reduce_gradients
 from hf_flexseq.pipeline.stages import cut
 from hf_flexseq.pipeline.ulysses import Sharing
+from hf_flexseq.steps.token_columns import INDICES
+from hf_flexseq.steps.token_columns import LENGTHS as LENGTHS_OF_TOKENS
 from tests.budget import others_nightly
 from tests.device import DEVICE, own_kernel
 from tests.hf.tiny import documents, reference_gradients, relative_errors, tiny_llama
 from tests.matching import Launches
 from tests.pipeline.plans import random_pipeline_plan
-from tests.ranks import join, run_ranks, run_threads
+from tests.ranks import join, run_threads
 
 LENGTHS = [1, 2, 17, 5, 31, 3, 40, 11]
 LAYERS = 4
@@ -41,23 +44,23 @@ def targets_of(examples):
 TARGETS = targets_of(documents(LENGTHS))
 
 
-def columns_of(plan, examples):
-    """Each chunk's tensors, as every stage gets them."""
-
-    def column(chunk, make):
-        return torch.tensor([[x for part in chunk.slices for x in make(part)]], device=DEVICE)
-
+def columns_of(plan, examples, further=()):
+    """Each chunk's tensors, as every stage gets them. further: what `needed_columns` says."""
     shifted = [[*e["labels"][1:], -100] for e in examples]
-    return [
-        {
-            "input_ids": column(
-                chunk, lambda p: examples[p.sequence]["input_ids"][p.start : p.stop]
-            ),
-            "labels": column(chunk, lambda p: shifted[p.sequence][p.start : p.stop]),
-            "position_ids": column(chunk, lambda p: range(p.start, p.stop)),
-        }
-        for chunk in plan.chunks
-    ]
+    values = {
+        "input_ids": lambda p: examples[p.sequence]["input_ids"][p.start : p.stop],
+        "labels": lambda p: shifted[p.sequence][p.start : p.stop],
+        "position_ids": lambda p: range(p.start, p.stop),
+        LENGTHS_OF_TOKENS: lambda p: [plan.lengths[p.sequence]] * p.tokens,
+        INDICES: lambda p: range(p.start, p.stop),
+    }
+
+    def column(chunk, name):
+        of_parts = [x for part in chunk.slices for x in values[name](part)]
+        return torch.tensor([of_parts], device=DEVICE)
+
+    names = ("input_ids", "labels", "position_ids", *further)
+    return [{name: column(chunk, name) for name in names} for chunk in plan.chunks]
 
 
 def make_executor(model, stages, degree, communicator, virtual=1):
@@ -102,11 +105,13 @@ def step_errors(
     """The largest error of this stage's gradients after a step, and that of the losses, of which
     evaluation has one. The model has no gradients afterwards."""
     examples = documents(lengths)
-    columns, targets = columns_of(plan, examples), targets_of(examples)
+    model = executor.stage.stack.model
+    columns = columns_of(plan, examples, needed_columns(model))
+    targets = targets_of(examples)
     losses = [executor.train(plan, columns, targets)]
     reduce_gradients(executor.stage, executor.neighbours)
     found = gradients_of(executor)
-    executor.stage.stack.model.zero_grad()
+    model.zero_grad()
     if evaluates:
         losses.append(executor.evaluate(plan, columns, targets))
     of_losses = [loss_error(loss, wanted_loss, communicator) for loss in losses]
@@ -152,28 +157,24 @@ def errors_by_case(rank, world_size, degree, virtual):
     return errors
 
 
-ON_PROCESSES = [pytest.mark.processes, pytest.mark.nightly]
-
-
 @pytest.mark.on_device
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("start", "world_size", "degree", "virtual"),
+    ("world_size", "degree", "virtual"),
     [
-        (run_threads, 3, 1, 1),
-        (run_threads, 4, 2, 1),
-        (run_threads, 2, 1, 3),
-        (run_threads, 4, 2, 2),
-        pytest.param(run_threads, 2, 1, 1, marks=pytest.mark.nightly),
-        pytest.param(run_threads, 4, 1, 1, marks=pytest.mark.nightly),
-        pytest.param(run_threads, 2, 1, 2, marks=pytest.mark.nightly),
-        pytest.param(run_threads, 3, 1, 2, marks=pytest.mark.nightly),
-        pytest.param(run_ranks, 4, 2, 1, marks=ON_PROCESSES),
-        pytest.param(run_ranks, 2, 1, 2, marks=ON_PROCESSES),
+        (3, 1, 1),
+        (4, 2, 1),
+        (2, 1, 3),
+        (4, 2, 2),
+        pytest.param(2, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(4, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(2, 1, 2, marks=pytest.mark.nightly),
+        pytest.param(3, 1, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_gradients_equal_one_process(start, world_size, degree, virtual):
-    for errors in start(errors_by_case, world_size, degree, virtual, seconds=120):
+def test_gradients_equal_one_process(world_size, degree, virtual):
+    """On threads; on processes the plans of `test_trainer.py` run."""
+    for errors in run_threads(errors_by_case, world_size, degree, virtual, seconds=120):
         assert errors.keys() == CASES.keys()
         for case, (of_gradients, of_loss) in errors.items():
             assert of_gradients < 1e-10, case

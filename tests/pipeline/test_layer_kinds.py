@@ -1,19 +1,22 @@
 """Pipelines of models whose layers are no plain attention: windows, chunks, sinks, softcaps, heads
-of two sizes, keys that later layers share, and recurrent layers. Under a random plan with cut
-sequences and checkpointed layers, loss and gradients are those of one process; evaluation gives
-its loss. Ranks are threads."""
+of two sizes, keys that later layers share, recurrent layers, and positions that do not follow from
+position_ids alone. Under a random plan with cut sequences and checkpointed layers, loss and
+gradients are those of one process; evaluation gives its loss. Ranks are threads."""
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
+from hf_flexseq.hf.model.positions import attach_positions
 from hf_flexseq.hf.model.recurrent import attach_recurrent
 from hf_flexseq.pipeline.stages import cut
+from tests.hf import test_positions
 from tests.hf.hybrids import HYBRIDS, make_hybrid
 from tests.hf.test_reach import keep_float64, make_model
-from tests.hf.tiny import documents, reference_gradients, tiny_llama
+from tests.hf.tiny import documents, reference_gradients, tiny_gpt2, tiny_llama
 from tests.pipeline.plans import random_pipeline_plan
 from tests.pipeline.test_exactness import (
     LENGTHS,
@@ -59,6 +62,8 @@ def float64_and_shared_keys_without_layer_embeddings(monkeypatch):
 def model_of(family):
     if family in HYBRIDS:
         return make_hybrid(family)
+    if family in test_positions.FAMILIES:
+        return test_positions.make_model(family)
     return make_model(family, num_hidden_layers=LAYERS, **KINDS[family])
 
 
@@ -66,18 +71,21 @@ def lengths_of(family):
     return LENGTHS_OF_HYBRIDS if family in HYBRIDS else LENGTHS
 
 
-def errors_of(rank, world_size, family, wanted, checkpoints_itself):
-    """checkpoints_itself: whether the model checkpoints all layers, as a Trainer makes it do."""
+def errors_of(rank, world_size, family, degree, wanted, checkpoints_itself):
+    """degree: ranks that share each chunk. checkpoints_itself: whether the model checkpoints all
+    layers, as a Trainer makes it do."""
     communicator = join()
+    stages = world_size // degree
     model = model_of(family)
     if checkpoints_itself:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     attach_recurrent(model)
-    executor = make_executor(model, world_size, 1, communicator)
+    executor = make_executor(model, stages, degree, communicator)
+    attach_positions(model)
     lengths = lengths_of(family)
     options = {"checkpointing": True, "split_weights": True}
     options["layers"] = model.config.num_hidden_layers
-    plan = random_pipeline_plan(lengths, world_size, random.Random(family), **options)
+    plan = random_pipeline_plan(lengths, stages, random.Random(family), **options)
     return step_errors(communicator, executor, plan, *wanted, lengths=lengths)
 
 
@@ -97,14 +105,16 @@ def errors_of(rank, world_size, family, wanted, checkpoints_itself):
         ("NemotronH", 2, False),
         ("Lfm2", 2, False),
         ("Lfm2", 2, True),
+        ("Llama", 2, False),  # with longrope
+        ("Llama4", 2, False),  # which counts tokens
     ],
 )
 def test_stages_are_exact(family, stages, checkpoints_itself):
     examples = documents(lengths_of(family))
     wanted = reference_gradients(model_of(family), examples, attention="eager")
-    for of_gradients, of_loss in run_threads(
-        errors_of, stages, family, wanted, checkpoints_itself
-    ):
+    degree = 2 if family == "Llama4" else 1
+    arguments = (family, degree, wanted, checkpoints_itself)
+    for of_gradients, of_loss in run_threads(errors_of, stages * degree, *arguments):
         assert of_gradients < 1e-10
         assert of_loss < 1e-12
 
@@ -144,16 +154,20 @@ def test_layers_are_replayed_though_their_mixers_need_no_gradient(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"),
+    ("make", "reason"),
     [
-        ("Zamba2", "layers 0 and 2 share shared_transformer"),
-        ("FalconH1", "changes hidden states between its embedding and its layers"),
-        ("Bamba", "does not run on hidden states"),
+        (tiny_gpt2, "GPT2LMHeadModel cannot be cut into pipeline stages.*has no list `layers`"),
+        (partial(make_hybrid, "Zamba2"), "layers 0 and 2 share shared_transformer"),
+        (partial(make_hybrid, "FalconH1"), "changes hidden states between its embedding and its"),
+        (partial(make_hybrid, "Bamba"), "does not run on hidden states"),
     ],
 )
-def test_what_is_no_plain_stack_is_refused(family, reason):
+def test_what_is_no_plain_stack_is_refused_and_left_alone(make, reason):
+    model = make()
+    before = [name for name, _ in model.named_parameters()]
     with pytest.raises(NotImplementedError, match=f"{reason}.*; set pipeline_parallel_size=1"):
-        cut(make_hybrid(family), 0, 2)
+        cut(model, 0, 2)
+    assert [name for name, _ in model.named_parameters()] == before
 
 
 def test_layers_that_share_keys_are_in_one_stage():

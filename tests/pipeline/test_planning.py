@@ -86,9 +86,10 @@ def test_no_chunk_exceeds_its_tokens(lengths, most, schedule):
 
 
 @pytest.mark.parametrize("schedule", ["auto", "seq1f1b", "infinipipe"])
-def test_chunks_are_those_of_the_longest_sequence(schedule):
-    plan = pipelined([9000, 4000, 100], price(2), schedule=schedule, chunks=6)
-    assert sum(part.sequence == 0 for chunk in plan.chunks for part in chunk.slices) == 6
+def test_chunks_are_those_of_the_longest_sequences(schedule):
+    plan = pipelined([9000, 4000, 9000, 100], price(2), schedule=schedule, chunks=6)
+    parts = [part.sequence for chunk in plan.chunks for part in chunk.slices]
+    assert [parts.count(sequence) for sequence in range(4)] == [6, 2, 6, 1]
 
 
 # ---- cuts and packs

@@ -54,21 +54,6 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage():
     assert last.own_layers == {}
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "reason"),
-    [
-        ("gpt2", {}, "GPT2LMHeadModel cannot be cut into pipeline stages.*has no list `layers`"),
-        ("granite", {"embedding_multiplier": 2.0}, "changes hidden states between its embedding"),
-    ],
-)
-def test_models_without_a_plain_stack_are_refused_and_left_alone(kind, config, reason):
-    model = model_of(kind, **config)
-    before = [name for name, _ in model.named_parameters()]
-    with pytest.raises(NotImplementedError, match=reason):
-        cut(model, 0, 2)
-    assert [name for name, _ in model.named_parameters()] == before
-
-
 def test_a_stage_cannot_be_called_or_generate():
     ids = torch.tensor([[3, 4]])
     for stage in stages_of(model_of("llama"), 2):

@@ -17,7 +17,7 @@ from tests.attention.group import forward_backward, largest_error, nodes_of
 from tests.attention.recurrent import stepwise
 from tests.attention.trees import TREES, tree, units_of
 from tests.device import DEVICE, own_kernel
-from tests.ranks import join, run_ranks, run_threads
+from tests.ranks import join, run_threads
 
 HEADS, KEY_HEADS, KEYS, VALUES = 4, 2, 5, 3
 CHANNELS = 6
@@ -169,11 +169,6 @@ def test_units_are_exact_on_one_rank():
 def test_units_are_exact_under_every_strategy(world_size):
     cases = [*CASES, *ONE_BY_ONE[world_size::3]]
     assert_exact(run_threads(run_case, world_size, SHARED, cases, seconds=200))
-
-
-@pytest.mark.processes
-def test_units_are_exact_on_processes():
-    assert_exact(run_ranks(run_case, 2, SHARED, CASES, seconds=100))
 
 
 # ---- what is exchanged
