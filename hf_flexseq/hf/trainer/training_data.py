@@ -2,11 +2,12 @@
 draw from it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
+import torch
 from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 from transformers.trainer_utils import has_length
@@ -44,6 +45,40 @@ def is_around(given: Any, collator: Any) -> bool:
         with suppress(ValueError):  # a variable without a value
             held.append(cell.cell_contents)
     return collator is not None and any(one is collator for one in held)
+
+
+class EvaluationCollator:
+    """Collates for the loaders of evaluations: padded batches, as the plain Trainer's, for who
+    looks at a loader, and rows to plan while an evaluation computes its loss alone."""
+
+    padded: Callable[[list[Any]], Any]
+    """Makes padded batches."""
+    planned: DataCollatorForFlexSeq
+    """Makes rows to plan."""
+
+    def __init__(self) -> None:
+        # a scalar that workers share, since some outlive an evaluation
+        self._plans = torch.zeros((), dtype=torch.bool).share_memory_()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the collator of padded batches."""
+        if name.startswith("_") or name in ("padded", "planned"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.padded, name)
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """Return a batch of the examples."""
+        return (self.planned if self._plans else self.padded)(examples)
+
+    @contextmanager
+    def planning(self, plans: bool) -> Iterator[None]:
+        """Make rows to plan inside this block, if `plans`."""
+        before = bool(self._plans)
+        self._plans.fill_(plans)
+        try:
+            yield
+        finally:
+            self._plans.fill_(before)
 
 
 # ---- the dataloader
