@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -22,6 +22,7 @@ from hf_flexseq.hf.engine.dataset_checks import _example
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import PADDING_TARGETS
 from tests.hf.objectives import classifier
+from tests.hf.plain import logged
 from tests.hf.test_checks import DATA, make_trainer
 from tests.hf.tiny import refused
 from tests.hf.trainers import loss_of_squares, trainer_of, word_tokenizer
@@ -208,6 +209,52 @@ def test_looking_at_examples_draws_no_random_numbers_of_the_run(tmp_path):
     after = torch.get_rng_state()
     torch.manual_seed(TrainingArguments.seed)
     assert torch.equal(after, torch.get_rng_state())
+
+
+class Crops(torch.utils.data.Dataset):
+    """Examples cropped at random, by generators of the dataset's own."""
+
+    def __init__(self):
+        self.numbers = [random.Random(0), np.random.RandomState(0)]
+        self.generator = np.random.default_rng(0)
+        self.of_torch = torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, index):
+        of_python, of_numpy = self.numbers
+        draws = [of_python.random(), of_numpy.rand(), self.generator.random()]
+        draws.append(torch.rand(1, generator=self.of_torch).item())
+        return {name: values[: 2 + int(sum(draws))] for name, values in DATA[index].items()}
+
+
+def transformed():
+    """A table whose rows a function crops, with a generator in its closure."""
+    generator = np.random.default_rng(0)
+
+    def crop(rows):
+        length = int(generator.integers(2, 9))
+        return {name: [one[:length] for one in values] for name, values in rows.items()}
+
+    table = Dataset.from_list(DATA)
+    table.set_transform(crop)
+    return table
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Crops, lambda: ConcatDataset([Subset(Crops(), range(2)), DATA]), transformed],
+    ids=["a dataset", "inside others", "a transform"],
+)
+def test_looking_at_examples_draws_no_random_numbers_of_the_dataset(tmp_path, make):
+    found = []
+    for flexseq in (None, {"max_tokens_per_rank": 99}):
+        data = {"train_dataset": make(), "eval_dataset": make(), "remove_unused_columns": False}
+        trainer = trainer_of(Trainer, tmp_path, flexseq=flexseq, max_steps=2, **data)
+        trainer.train()
+        found.append(logged(trainer.state.log_history, "grad_norm"))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 # ---- targets beside padding, which the plain Trainer trains on, are left out and named once

@@ -84,7 +84,7 @@ def check_rows(
         lengths = _token_counts(dataset)
     reads = reads and lengths is None and _is_map_style(dataset) and len(dataset) <= MOST_READ
     if reads and "input_ids" in (_columns(dataset) or ()):
-        with random_numbers_kept():
+        with random_numbers_kept(dataset):
             rows = [{"input_ids": dataset[at]["input_ids"]} for at in range(len(dataset))]
         lengths = _token_counts(rows)
     if lengths is None or not len(lengths):
@@ -124,7 +124,7 @@ def dropped_in(trainer: Trainer) -> Iterator[str]:
             continue
         dropped: list[str] = []
         # An error is raised again when the example is drawn.
-        with suppress(Exception), random_numbers_kept():
+        with suppress(Exception), random_numbers_kept(dataset):
             example = dict(dataset[0])
             made = _read_columns(example, trainer)
             if own is not None and is_known(own):
@@ -193,7 +193,7 @@ def _columns(dataset: Any) -> set[str] | None:
 
 def _example(dataset: Any, index: int) -> Any:
     """Return an example without advancing the run's random number generators."""
-    with random_numbers_kept():
+    with random_numbers_kept(dataset):
         return dataset[index]
 
 
@@ -205,7 +205,7 @@ def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
     if getattr(dataloader, "num_workers", 0) or not _is_map_style(dataset) or not len(dataset):
         return None
     # An error is raised again when examples are drawn.
-    with suppress(Exception), random_numbers_kept():
+    with suppress(Exception), random_numbers_kept(dataset):
         before = torch.get_rng_state()
         example = dataset[0]
         if not torch.equal(before, torch.get_rng_state()):
