@@ -2,6 +2,7 @@
 
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from transformers import (
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.engine.dataset_checks import _example
+from hf_flexseq.hf.engine.dataset_checks import _example, dealt_otherwise
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import PADDING_TARGETS
+from tests.hf import plain
 from tests.hf.objectives import classifier
-from tests.hf.plain import logged
+from tests.hf.plain import dataset, logged
 from tests.hf.test_checks import DATA, make_trainer
 from tests.hf.tiny import refused
 from tests.hf.trainers import loss_of_squares, trainer_of, word_tokenizer
@@ -255,6 +257,31 @@ def test_looking_at_examples_draws_no_random_numbers_of_the_dataset(tmp_path, ma
         trainer.train()
         found.append(logged(trainer.state.log_history, "grad_norm"))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+# ---- streams of which steps have other samples than under the plain Trainer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "dispatches", "is_named"),
+    [(2, 4, None, True), (2, 1, None, False), (1, 4, None, False), (2, 4, False, False)],
+)
+def test_shards_that_each_rank_reads_for_itself_are_named(ranks, shards, dispatches, is_named):
+    stream = Dataset.from_list(DATA * 4).to_iterable_dataset(num_shards=shards)
+    config = SimpleNamespace(dispatch_batches=dispatches)
+    args = SimpleNamespace(world_size=ranks, accelerator_config=config)
+    for data, wanted in ((stream, is_named), (Dataset.from_list(DATA), False), (DATA, False)):
+        lines = list(dealt_otherwise(SimpleNamespace(train_dataset=data, args=args)))
+        assert bool(lines) == wanted
+        assert all(f"a stream of {shards} shards" in line for line in lines)
+
+
+@pytest.mark.parametrize(("size", "lines"), [(10, 1), (8, 0)])
+def test_a_rest_of_a_stream_is_named_once(tmp_path, caplog, size, lines):
+    settings = {"accumulation": 2, "max_steps": 5, "train_dataset": plain.Stream(dataset(size))}
+    with caplog.at_level(logging.WARNING, "hf_flexseq"):
+        trainer_of(Trainer, tmp_path, flexseq={"max_tokens_per_rank": 61}, **settings).train()
+    assert caplog.text.count("the last 1 of 2 in a step are a smaller step") == lines
 
 
 # ---- targets beside padding, which the plain Trainer trains on, are left out and named once

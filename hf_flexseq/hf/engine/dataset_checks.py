@@ -138,6 +138,24 @@ def dropped_in(trainer: Trainer) -> Iterator[str]:
             )
 
 
+def dealt_otherwise(trainer: Trainer) -> Iterator[str]:
+    """Yield a line on a stream in shards, of which steps have other samples than under the plain
+    Trainer unless it is told to let every rank draw."""
+    stream = trainer.train_dataset
+    ranks = trainer.args.world_size
+    dispatches = trainer.args.accelerator_config.dispatch_batches
+    if package(stream) != "datasets" or ranks == 1 or dispatches is not None:
+        return
+    shards = getattr(stream, "n_shards", 0)  # of streams alone
+    if shards >= ranks:
+        yield (
+            f"train_dataset is a stream of {shards} shards, of which each rank reads its own, as "
+            "under the plain Trainer with dispatch_batches=False in accelerator_config; without "
+            "it the plain Trainer's rank 0 reads all shards in their order, and steps have other "
+            "samples"
+        )
+
+
 # ---- the datasets of a trainer
 
 

@@ -2,6 +2,7 @@
 draw from it.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -17,6 +18,9 @@ from hf_flexseq.hf.engine.loaders import LongestLoader, batches_on_host
 from hf_flexseq.hf.engine.lookahead import draws_in_place
 from hf_flexseq.hf.model.loss_kinds import rolls_out
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq, PaddedCollator
+from hf_flexseq.steps.console import beside_bars
+
+logger = logging.getLogger(__name__)
 
 
 def flexseq_collator(given: Any) -> DataCollatorForFlexSeq:
@@ -100,6 +104,7 @@ class TrainingData:
         self._engine = engine
         self._accumulation = trainer.args.gradient_accumulation_steps
         self._has_drawn = False
+        self._has_named_rest = False
         self.loader = LongestLoader.over(dataloader, engine.communicator)
         """The loader that the Trainer is to iterate over."""
         is_bounded = not hasattr(self.loader, "set_epoch") and has_length(self.loader)
@@ -127,11 +132,29 @@ class TrainingData:
         Collective over the world."""
         self.check_accumulation()
         if self._epoch is None or self._epoch[0] is not epoch_iterator:
-            self._epoch = (epoch_iterator, islice(epoch_iterator, self._length))
+            bounded = islice(epoch_iterator, self._length)
+            is_stream = not has_length(self.loader)
+            self._epoch = (epoch_iterator, self._with_rest(bounded) if is_stream else bounded)
         if not self._has_drawn:
             self._has_drawn = True
             self._choose_lookahead()
         return self._epoch[1]
+
+    def _with_rest(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield a stream's batches, and say once what becomes of a rest at its end."""
+        count = 0
+        for batch in batches:
+            yield batch
+            count += 1
+        rest = count % self._accumulation
+        if rest and not self._has_named_rest and self._trainer.is_world_process_zero():
+            self._has_named_rest = True
+            with beside_bars():
+                logger.warning(
+                    "train_dataset ends after %d batches: the last %d of %d in a step are a "
+                    "smaller step, where the plain Trainer adds their gradients to the next step",
+                    *(count, rest, self._accumulation),
+                )
 
     def check_accumulation(self) -> None:
         """Raise ValueError if a callback has changed the accumulation during training."""
