@@ -35,7 +35,7 @@ class TrainerLog:
         self._predictions = Predictions(cost_model)
 
     def say_remarks(self) -> None:
-        """Log each remark on the user's code, on columns that are dropped, and on streams, once."""
+        """Log each remark on the user's code, on dropped columns, and on streams, once."""
         trainer = self._trainer
         if not trainer.is_world_process_zero():
             return
