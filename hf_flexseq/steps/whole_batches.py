@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hf_flexseq.config import IGNORE_INDEX
+from hf_flexseq.steps.own_generators import restoring
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -85,8 +86,10 @@ def _is_same_row(together: Mapping[str, Any], index: int, alone: Mapping[str, An
 
 
 @contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Give the run the random numbers back that the block has drawn, on the CPU."""
+def random_numbers_kept(owner: Any = None) -> Iterator[None]:
+    """Give the run the random numbers back that the block has drawn, on the CPU, also from the
+    generators of `owner`, such as a dataset."""
+    of_owner = restoring(owner)
     of_python = random.getstate()
     of_numpy = np.random.get_state()
     try:
@@ -95,3 +98,5 @@ def random_numbers_kept() -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+        for restore in of_owner:
+            restore()

@@ -2,12 +2,13 @@
 
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -18,10 +19,12 @@ from transformers import (
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
 from hf_flexseq.config import IGNORE_INDEX
-from hf_flexseq.hf.engine.dataset_checks import _example
+from hf_flexseq.hf.engine.dataset_checks import _example, dealt_otherwise
 from hf_flexseq.plan import PlanInfeasible
 from hf_flexseq.steps.collator import PADDING_TARGETS
+from tests.hf import plain
 from tests.hf.objectives import classifier
+from tests.hf.plain import dataset, logged
 from tests.hf.test_checks import DATA, make_trainer
 from tests.hf.tiny import refused
 from tests.hf.trainers import loss_of_squares, trainer_of, word_tokenizer
@@ -208,6 +211,77 @@ def test_looking_at_examples_draws_no_random_numbers_of_the_run(tmp_path):
     after = torch.get_rng_state()
     torch.manual_seed(TrainingArguments.seed)
     assert torch.equal(after, torch.get_rng_state())
+
+
+class Crops(torch.utils.data.Dataset):
+    """Examples cropped at random, by generators of the dataset's own."""
+
+    def __init__(self):
+        self.numbers = [random.Random(0), np.random.RandomState(0)]
+        self.generator = np.random.default_rng(0)
+        self.of_torch = torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, index):
+        of_python, of_numpy = self.numbers
+        draws = [of_python.random(), of_numpy.rand(), self.generator.random()]
+        draws.append(torch.rand(1, generator=self.of_torch).item())
+        return {name: values[: 2 + int(sum(draws))] for name, values in DATA[index].items()}
+
+
+def transformed():
+    """A table whose rows a function crops, with a generator in its closure."""
+    generator = np.random.default_rng(0)
+
+    def crop(rows):
+        length = int(generator.integers(2, 9))
+        return {name: [one[:length] for one in values] for name, values in rows.items()}
+
+    table = Dataset.from_list(DATA)
+    table.set_transform(crop)
+    return table
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Crops, lambda: ConcatDataset([Subset(Crops(), range(2)), DATA]), transformed],
+    ids=["a dataset", "inside others", "a transform"],
+)
+def test_looking_at_examples_draws_no_random_numbers_of_the_dataset(tmp_path, make):
+    found = []
+    for flexseq in (None, {"max_tokens_per_rank": 99}):
+        data = {"train_dataset": make(), "eval_dataset": make(), "remove_unused_columns": False}
+        trainer = trainer_of(Trainer, tmp_path, flexseq=flexseq, max_steps=2, **data)
+        trainer.train()
+        found.append(logged(trainer.state.log_history, "grad_norm"))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+# ---- streams of which steps have other samples than under the plain Trainer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "dispatches", "is_named"),
+    [(2, 4, None, True), (2, 1, None, False), (1, 4, None, False), (2, 4, False, False)],
+)
+def test_shards_that_each_rank_reads_for_itself_are_named(ranks, shards, dispatches, is_named):
+    stream = Dataset.from_list(DATA * 4).to_iterable_dataset(num_shards=shards)
+    config = SimpleNamespace(dispatch_batches=dispatches)
+    args = SimpleNamespace(world_size=ranks, accelerator_config=config)
+    for data, wanted in ((stream, is_named), (Dataset.from_list(DATA), False), (DATA, False)):
+        lines = list(dealt_otherwise(SimpleNamespace(train_dataset=data, args=args)))
+        assert bool(lines) == wanted
+        assert all(f"a stream of {shards} shards" in line for line in lines)
+
+
+@pytest.mark.parametrize(("size", "lines"), [(10, 1), (8, 0)])
+def test_a_rest_of_a_stream_is_named_once(tmp_path, caplog, size, lines):
+    settings = {"accumulation": 2, "max_steps": 5, "train_dataset": plain.Stream(dataset(size))}
+    with caplog.at_level(logging.WARNING, "hf_flexseq"):
+        trainer_of(Trainer, tmp_path, flexseq={"max_tokens_per_rank": 61}, **settings).train()
+    assert caplog.text.count("the last 1 of 2 in a step are a smaller step") == lines
 
 
 # ---- targets beside padding, which the plain Trainer trains on, are left out and named once

@@ -1,20 +1,120 @@
 """A hand-written loop evaluates without a trace, to the mean over the target tokens of the whole
-set, and what it does by mistake is named. Evaluations of a Trainer are in `test_loaders.py` and
-`test_metrics.py`."""
+set, and what it does by mistake is named. What a user's class and callback read of an evaluation.
+The loss of a Trainer's evaluations is in `test_loaders.py` and `test_metrics.py`."""
 
 import copy
 import json
+import math
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
 
-from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine
+from hf_flexseq import DataCollatorForFlexSeq, FlexSeqEngine, FlexSeqTrainer
 from tests.hf.tiny import documents, reference_loss, tiny_arguments, tiny_llama, weights
+from tests.hf.trainers import trainer_of
 from tests.ranks import run_cases
 
 LENGTHS = [3, 50, 1, 17, 8, 30, 2, 61, 5, 12, 44]  # ranks repeat some to fill the last batches
+
+
+# ---- what a user's class and callback read
+
+
+DOCUMENTS = documents([8] * 9)
+
+
+class Perplexity(Trainer):
+    """A user's class that reads the loss of an evaluation in its loop."""
+
+    def evaluation_loop(self, *args, **kwargs):
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics["eval_perplexity"] = math.exp(output.metrics["eval_loss"])
+        return output
+
+
+def perplexity(rank, world_size, folder, flex, metrics):
+    """The perplexity of documents of one length, of whose last batches one has repeats alone."""
+    rows = [dict.fromkeys(("input_ids", "labels"), row["input_ids"]) for row in DOCUMENTS]
+    options = {"max_tokens_per_rank": 61} if flex else None
+    given = {"eval_dataset": rows, "per_device_eval_batch_size": 3}
+    if metrics:
+        given["compute_metrics"] = lambda found: {"values": found.predictions.size}
+        given["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
+    trainer = trainer_of(Perplexity, folder, flexseq=options, **given)
+    return trainer.evaluate()["eval_perplexity"]
+
+
+@pytest.mark.processes
+def test_a_loop_behind_the_mixin_reads_the_loss_of_all_ranks(tmp_path):
+    cases = [(tmp_path, flex, metrics) for metrics in (False, True) for flex in (False, True)]
+    of_loss, of_loss_ours, of_metrics, of_metrics_ours = run_cases(perplexity, 2, cases)
+    assert of_loss_ours == pytest.approx(of_loss, rel=1e-2)  # which weighs batches by samples
+    assert len(set(of_loss_ours)) == 1
+    assert of_metrics_ours == pytest.approx(of_metrics, rel=1e-6)
+
+
+class ReadsLoader(TrainerCallback):
+    """A user's callback that reads the loader of an evaluation."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_evaluate(self, args, state, control, eval_dataloader=None, **others):
+        self.batches += list(eval_dataloader)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_who_reads_the_loaders_of_evaluations_gets_the_plain_trainers_batches(tmp_path, workers):
+    """Before, after and amid training, and if workers outlive an evaluation."""
+    found = []
+    for flexseq in (None, {"max_tokens_per_rank": 61}):
+        callback = ReadsLoader()
+        trainer = trainer_of(
+            Trainer,
+            tmp_path,
+            flexseq=flexseq,
+            train_dataset=documents(LENGTHS),
+            eval_dataset=documents(LENGTHS),
+            callbacks=[callback],
+            dataloader_num_workers=workers,
+            dataloader_persistent_workers=workers > 0,
+        )
+        batches = list(trainer.get_eval_dataloader())
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        batches += trainer.get_eval_dataloader()
+        batches += trainer.get_test_dataloader(documents(LENGTHS[:3]))
+        assert trainer.evaluate()["eval_loss"] < loss
+        found.append(batches + callback.batches)
+    for stock, ours in zip(*found, strict=True):
+        assert stock.keys() == ours.keys()
+        for name, wanted in stock.items():
+            assert torch.equal(ours[name], wanted), name
+
+
+def test_a_class_in_front_may_evaluate_by_the_loop_alone(tmp_path):
+    class Evaluates(FlexSeqTrainer):
+        def evaluate(self):
+            loader = self.get_eval_dataloader()
+            return self.evaluation_loop(loader, "mine", prediction_loss_only=True).metrics
+
+    trainer = trainer_of(
+        Evaluates,
+        tmp_path,
+        flexseq={"max_tokens_per_rank": 61},
+        eval_dataset=documents(LENGTHS),
+        per_device_eval_batch_size=2,
+    )
+    with torch.no_grad():
+        wanted = float(reference_loss(tiny_llama(), documents(LENGTHS)))
+    trainer.model.set_attn_implementation("sdpa")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-10)
+
+
+# ---- a loop of its own
 
 
 def loader(seed=0):

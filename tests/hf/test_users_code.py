@@ -4,7 +4,7 @@ refused with one line. Single changes of a user's are those of `test_drawn_setti
 import logging
 
 import pytest
-from transformers import Trainer
+from transformers import DataCollatorForLanguageModeling, Trainer
 from trl import SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq
@@ -15,7 +15,7 @@ from tests.hf.plain import dataset, float64_loss, logged, padded
 from tests.hf.test_overrides import make
 from tests.hf.test_own_losses import figures_of
 from tests.hf.tiny import refused
-from tests.hf.trainers import assert_logged_alike, weights_apart
+from tests.hf.trainers import assert_logged_alike, weights_apart, word_tokenizer
 from tests.ranks import run_cases
 
 # ---- compute_loss
@@ -154,3 +154,12 @@ def test_a_collator_that_looks_at_a_whole_batch_is_noticed():
     assert OTHER_ROWS not in DataCollatorForFlexSeq(padded)(examples)
     batch = DataCollatorForFlexSeq(lambda examples: masks_longest(padded(examples)))(examples)
     assert batch[OTHER_ROWS] > 0
+
+
+def test_a_collator_that_masks_at_random_is_noticed():
+    words = word_tokenizer()
+    words.mask_token = "<pad>"
+    examples = [{"input_ids": row["input_ids"]} for row in dataset(4)]
+    for mlm in (False, True):
+        masks = DataCollatorForLanguageModeling(words, mlm=mlm, mlm_probability=0.5)
+        assert (OTHER_ROWS in DataCollatorForFlexSeq(masks)(examples)) == mlm

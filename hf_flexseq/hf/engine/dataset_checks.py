@@ -84,7 +84,7 @@ def check_rows(
         lengths = _token_counts(dataset)
     reads = reads and lengths is None and _is_map_style(dataset) and len(dataset) <= MOST_READ
     if reads and "input_ids" in (_columns(dataset) or ()):
-        with random_numbers_kept():
+        with random_numbers_kept(dataset):
             rows = [{"input_ids": dataset[at]["input_ids"]} for at in range(len(dataset))]
         lengths = _token_counts(rows)
     if lengths is None or not len(lengths):
@@ -124,7 +124,7 @@ def dropped_in(trainer: Trainer) -> Iterator[str]:
             continue
         dropped: list[str] = []
         # An error is raised again when the example is drawn.
-        with suppress(Exception), random_numbers_kept():
+        with suppress(Exception), random_numbers_kept(dataset):
             example = dict(dataset[0])
             made = _read_columns(example, trainer)
             if own is not None and is_known(own):
@@ -136,6 +136,24 @@ def dropped_in(trainer: Trainer) -> Iterator[str]:
                 f"by remove_unused_columns={trainer.args.remove_unused_columns}, or by the "
                 "data_collator"
             )
+
+
+def dealt_otherwise(trainer: Trainer) -> Iterator[str]:
+    """Yield a line on a stream in shards, of which steps have other samples than under the plain
+    Trainer unless it is told to let every rank draw."""
+    stream = trainer.train_dataset
+    ranks = trainer.args.world_size
+    dispatches = trainer.args.accelerator_config.dispatch_batches
+    if package(stream) != "datasets" or ranks == 1 or dispatches is not None:
+        return
+    shards = getattr(stream, "n_shards", 0)  # of streams alone
+    if shards >= ranks:
+        yield (
+            f"train_dataset is a stream of {shards} shards, of which each rank reads its own, as "
+            "under the plain Trainer with dispatch_batches=False in accelerator_config; without "
+            "it the plain Trainer's rank 0 reads all shards in their order, and steps have other "
+            "samples"
+        )
 
 
 # ---- the datasets of a trainer
@@ -193,7 +211,7 @@ def _columns(dataset: Any) -> set[str] | None:
 
 def _example(dataset: Any, index: int) -> Any:
     """Return an example without advancing the run's random number generators."""
-    with random_numbers_kept():
+    with random_numbers_kept(dataset):
         return dataset[index]
 
 
@@ -205,7 +223,7 @@ def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
     if getattr(dataloader, "num_workers", 0) or not _is_map_style(dataset) or not len(dataset):
         return None
     # An error is raised again when examples are drawn.
-    with suppress(Exception), random_numbers_kept():
+    with suppress(Exception), random_numbers_kept(dataset):
         before = torch.get_rng_state()
         example = dataset[0]
         if not torch.equal(before, torch.get_rng_state()):

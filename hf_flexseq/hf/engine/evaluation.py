@@ -11,10 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from hf_flexseq.distributed.communicator import Communicator
-from hf_flexseq.hf.engine.loaders import LoaderProxy, batches_on_host, without_repeats
+from hf_flexseq.hf.engine.loaders import (
+    BEFORE_END,
+    LoaderProxy,
+    as_drawn,
+    batches_on_host,
+    without_repeats,
+)
 from hf_flexseq.steps.prefetch import Step
 from hf_flexseq.steps.step_items import StepItem, step_items
 
@@ -29,15 +36,18 @@ def once_each(dataloader: Any, plan_steps: PlanSteps) -> Iterator[Step]:
 
 
 class PlannedBatches(LoaderProxy):
-    """A dataloader whose batches are planned steps."""
+    """A dataloader whose batches are planned steps. Their losses are no samples', of which
+    accelerate would cut repeats off where a rank's own loader ends."""
 
-    def __init__(self, dataloader: Any, plan_steps: PlanSteps) -> None:
+    def __init__(self, dataloader: Any, plan_steps: PlanSteps, accelerator: Accelerator) -> None:
         super().__init__(dataloader)
         self._plan_steps = plan_steps
+        self._accelerator = accelerator
 
     def __iter__(self) -> Iterator[StepItem]:
         for step in once_each(self.dataloader, self._plan_steps):
-            yield from step_items(step, 1)
+            with as_drawn(BEFORE_END, self._accelerator):
+                yield from step_items(step, 1)
 
 
 class EvaluationLoss:

@@ -176,7 +176,7 @@ class NextTokenLoss(PlannedLoss):
             self._means.add(_targets_in_order(step))
         self._router.note("eval")
         self._sum.add(loss, items)
-        return loss, None, None
+        return self._of_all_ranks(loss), None, None
 
     def _predict_tokens(
         self, tokens: TokenPredictions, model: nn.Module, batch: Any
@@ -200,7 +200,15 @@ class NextTokenLoss(PlannedLoss):
         self._try_model(without_metrics(step.row), model)
         self._raise_noted()
         self._sum.add(loss, step.targets)
-        return loss if found.loss is None else found.loss, found.predictions, found.labels
+        loss = self._of_all_ranks(loss) if found.loss is None else found.loss
+        return loss, found.predictions, found.labels
+
+    def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the ranks' shares of an evaluation step's loss, a scalar, on each of
+        them: the Trainer's loop weighs shares by samples, and a subclass may read its mean.
+        Collective over the world."""
+        mean: torch.Tensor = self._trainer.accelerator.reduce(loss, reduction="mean")
+        return mean
 
     def _forward(
         self, model: nn.Module, micro_batch: Inputs, divided_by: torch.Tensor

@@ -190,7 +190,8 @@ class PlannedLoss(StepLoss):
             yield loader
 
     def _evaluation_loader(self, dataloader: Any) -> Any:
-        return PlannedBatches(dataloader, self._engine.evaluation_steps)
+        accelerator = self._trainer.accelerator
+        return PlannedBatches(dataloader, self._engine.evaluation_steps, accelerator)
 
     def evaluated(self, output: Any, name: str) -> Any:
         """Return the output with the mean loss over all targets. Collective over the world."""

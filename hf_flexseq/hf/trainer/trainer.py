@@ -11,7 +11,7 @@
   tokens; predictions of tokens are gathered (`predictions.py`).
 * `_prepare_inputs`, `_get_per_token_logps_and_entropies`: for a loss on the source rank.
 * `get_train_dataloader`, `get_eval_dataloader`, `get_test_dataloader`: padded batches outside of
-  training, or if predictions are wanted.
+  training and of an evaluation, or if predictions are wanted.
 * `train`, `_inner_training_loop`: the run resumes from a whole checkpoint; the model has our
   attention and loss while it trains.
 * `_hp_search_setup`: a trial of `hyperparameter_search` has an accelerator and options of its own.
@@ -71,6 +71,7 @@ from hf_flexseq.hf.trainer.overrides import check_overrides
 from hf_flexseq.hf.trainer.step_memory import StepMemory
 from hf_flexseq.hf.trainer.trainer_log import TrainerLog
 from hf_flexseq.hf.trainer.training_data import (
+    EvaluationCollator,
     TrainingData,
     flexseq_collator,
     is_around,
@@ -159,6 +160,7 @@ class FlexSeqMixin(ShardedCheckpoints):
             self.model_accepts_loss_kwargs = True
         gather_experts_at_once(self.model, self.accelerator)
         self._flexseq_collator: Any = None
+        self._flexseq_evaluation = EvaluationCollator()
         self._choose_collators()
         self._flexseq_log = TrainerLog(self, options.cost_model)
         self._flexseq_log.say_remarks()
@@ -208,6 +210,8 @@ class FlexSeqMixin(ShardedCheckpoints):
             self._flexseq_padded = padded_collator(given, collator)
             self.data_collator = self._flexseq_padded if has_own_loss(self) else collator
         self._flexseq_collator = self.data_collator
+        self._flexseq_evaluation.padded = self._flexseq_padded
+        self._flexseq_evaluation.planned = self.data_collator
 
     def _make_engine(self, options: FlexSeqArguments, **common: Any) -> FlexSeqEngine:
         """Return the engine. common: its other arguments, see `FlexSeqEngine`."""
@@ -445,6 +449,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         predicts = not prediction_loss_only
+        plans = not predicts or not self._flexseq_loss.has_predictions
         dataset = getattr(dataloader, "dataset", None)
         with ErrorCapture() as checking:
             check_rows(f"{metric_key_prefix}_dataset", dataset, self, self.flexseq.args)
@@ -452,6 +457,7 @@ class FlexSeqMixin(ShardedCheckpoints):
         checking.raise_on_all_ranks(gather, "looking at the dataset")
         with (
             self._flexseq_loss.evaluating(dataloader, predicts=predicts) as loader,
+            self._flexseq_evaluation.planning(plans),
             self._attached(),
             Patch(self.args, use_liger_kernel=False),
             left_unprepared(self),
@@ -459,6 +465,7 @@ class FlexSeqMixin(ShardedCheckpoints):
             output = super().evaluation_loop(
                 loader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+        self.callback_handler.eval_dataloader = dataloader  # for on_evaluate, without plans
         name = f"{metric_key_prefix}_loss"
         if predicts and name not in output.metrics:  # predict() may have no labels
             return output
@@ -467,23 +474,27 @@ class FlexSeqMixin(ShardedCheckpoints):
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's loader, of padded batches for who looks at them outside of
         training."""
-        with self._padding(not self.is_in_train):
+        self._choose_collators()
+        collator = self.data_collator if self.is_in_train else self._flexseq_padded
+        with Patch(self, data_collator=collator):
             return super().get_train_dataloader()
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the Trainer's loader, of padded batches where predictions are wanted."""
-        with self._padding(wants_predictions(self, predicts=False)):
+        """Return the Trainer's loader; its batches are padded, but for `evaluation_loop`."""
+        with self._collating_for_evaluation():
             return super().get_eval_dataloader(*args, **kwargs)
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the Trainer's loader, of padded batches where predictions are wanted."""
-        with self._padding(wants_predictions(self, predicts=True)):
+        """Return the Trainer's loader; its batches are padded, but for `evaluation_loop`."""
+        with self._collating_for_evaluation():
             return super().get_test_dataloader(*args, **kwargs)
 
-    def _padding(self, pads: bool) -> Patch:
-        """Give loaders made inside a block the collator of padded batches, if `pads`."""
+    def _collating_for_evaluation(self) -> Patch:
+        """Give loaders made inside a block the collator of evaluations, where batches are not
+        padded anyway."""
         self._choose_collators()
-        return Patch(self, data_collator=self._flexseq_padded if pads else self.data_collator)
+        pads = self.data_collator is self._flexseq_padded
+        return Patch(self, data_collator=self.data_collator if pads else self._flexseq_evaluation)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None

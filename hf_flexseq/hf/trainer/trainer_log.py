@@ -1,7 +1,7 @@
 """The entries in the log of a Trainer besides the Trainer's own.
 
-remarks        where code of the user's sees something else than under the plain Trainer, and
-               columns that are dropped
+remarks        where code of the user's sees something else than under the plain Trainer,
+               columns that are dropped, and streams that are dealt out otherwise
 figures        of the steps since the last entry, as means
 predictions    a warning if measured seconds are far from the predicted ones
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_flexseq.hf.engine.dataset_checks import dropped_in
+from hf_flexseq.hf.engine.dataset_checks import dealt_otherwise, dropped_in
 from hf_flexseq.hf.trainer.overrides import remarks
 from hf_flexseq.steps.console import Predictions, beside_bars
 from hf_flexseq.steps.trace import LogFigures, logged_figures, plan_line
@@ -35,10 +35,11 @@ class TrainerLog:
         self._predictions = Predictions(cost_model)
 
     def say_remarks(self) -> None:
-        """Log each remark on the user's code, and on columns that are dropped, once."""
-        if not self._trainer.is_world_process_zero():
+        """Log each remark on the user's code, on dropped columns, and on streams, once."""
+        trainer = self._trainer
+        if not trainer.is_world_process_zero():
             return
-        for line in (*remarks(self._trainer), *dropped_in(self._trainer)):
+        for line in (*remarks(trainer), *dropped_in(trainer), *dealt_otherwise(trainer)):
             if line not in self._said:
                 self._said.add(line)
                 logger.warning("%s", line)

@@ -2,11 +2,13 @@
 draw from it.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
+import torch
 from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
 from transformers.trainer_utils import has_length
@@ -16,6 +18,9 @@ from hf_flexseq.hf.engine.loaders import LongestLoader, batches_on_host
 from hf_flexseq.hf.engine.lookahead import draws_in_place
 from hf_flexseq.hf.model.loss_kinds import rolls_out
 from hf_flexseq.steps.collator import DataCollatorForFlexSeq, PaddedCollator
+from hf_flexseq.steps.console import beside_bars
+
+logger = logging.getLogger(__name__)
 
 
 def flexseq_collator(given: Any) -> DataCollatorForFlexSeq:
@@ -46,6 +51,40 @@ def is_around(given: Any, collator: Any) -> bool:
     return collator is not None and any(one is collator for one in held)
 
 
+class EvaluationCollator:
+    """Collates for the loaders of evaluations: padded batches, as the plain Trainer's, for who
+    looks at a loader, and rows to plan while an evaluation computes its loss alone."""
+
+    padded: Callable[[list[Any]], Any]
+    """Makes padded batches."""
+    planned: DataCollatorForFlexSeq
+    """Makes rows to plan."""
+
+    def __init__(self) -> None:
+        # a scalar that workers share, since some outlive an evaluation
+        self._plans = torch.zeros((), dtype=torch.bool).share_memory_()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the collator of padded batches."""
+        if name.startswith("_") or name in ("padded", "planned"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.padded, name)
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """Return a batch of the examples."""
+        return (self.planned if self._plans else self.padded)(examples)
+
+    @contextmanager
+    def planning(self, plans: bool) -> Iterator[None]:
+        """Make rows to plan inside this block, if `plans`."""
+        before = bool(self._plans)
+        self._plans.fill_(plans)
+        try:
+            yield
+        finally:
+            self._plans.fill_(before)
+
+
 # ---- the dataloader
 
 
@@ -65,6 +104,7 @@ class TrainingData:
         self._engine = engine
         self._accumulation = trainer.args.gradient_accumulation_steps
         self._has_drawn = False
+        self._has_named_rest = False
         self.loader = LongestLoader.over(dataloader, engine.communicator)
         """The loader that the Trainer is to iterate over."""
         is_bounded = not hasattr(self.loader, "set_epoch") and has_length(self.loader)
@@ -92,11 +132,29 @@ class TrainingData:
         Collective over the world."""
         self.check_accumulation()
         if self._epoch is None or self._epoch[0] is not epoch_iterator:
-            self._epoch = (epoch_iterator, islice(epoch_iterator, self._length))
+            bounded = islice(epoch_iterator, self._length)
+            is_stream = not has_length(self.loader)
+            self._epoch = (epoch_iterator, self._with_rest(bounded) if is_stream else bounded)
         if not self._has_drawn:
             self._has_drawn = True
             self._choose_lookahead()
         return self._epoch[1]
+
+    def _with_rest(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield a stream's batches, and say once what becomes of a rest at its end."""
+        count = 0
+        for batch in batches:
+            yield batch
+            count += 1
+        rest = count % self._accumulation
+        if rest and not self._has_named_rest and self._trainer.is_world_process_zero():
+            self._has_named_rest = True
+            with beside_bars():
+                logger.warning(
+                    "train_dataset ends after %d batches: the last %d of %d in a step are a "
+                    "smaller step, where the plain Trainer adds their gradients to the next step",
+                    *(count, rest, self._accumulation),
+                )
 
     def check_accumulation(self) -> None:
         """Raise ValueError if a callback has changed the accumulation during training."""
