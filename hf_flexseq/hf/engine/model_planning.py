@@ -138,9 +138,9 @@ class ModelPlanning:
         )
         communicator.open_fast_blocks(self.degrees)
         self.passes: PlanPasses | None = None
-        if PLANNERS[args.planner].passes is not None:
-            make_passes = object_of(PLANNERS[args.planner].passes)
-            self.passes = make_passes(cost, communicator.topology, lockstep=lockstep)
+        dotted = PLANNERS[args.planner].passes
+        if dotted is not None:
+            self.passes = object_of(dotted)(cost, communicator.topology, lockstep=lockstep)
         if args.max_tokens_per_rank is None:
             cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
         self.fsdp = FsdpPolicies(
