@@ -32,6 +32,9 @@ class Topology(Constants):
                 "can be planned for"
             )
 
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.ranks_per_node} ranks"
+
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node

@@ -134,7 +134,7 @@ def compare(options: Namespace) -> None:
     print(
         f"{several(len(steps), 'step')}, {several(sequences, 'sequence')}, "
         f"{several(tokens, 'token')}{with_images} "
-        f"on {topology.nodes} x {topology.ranks_per_node} ranks, "
+        f"on {topology}, "
         f"{cost.name}{cost.experts_text(topology.world_size, before=', ')}, {options.sync}; "
         "per step:"
     )

@@ -167,13 +167,10 @@ def _sizes(model: str, dtype: str) -> tuple[ModelShape, "CountedBytes | None"]:
 def _title(options: Namespace, cost: CostModel) -> str:
     """Describe the model, the ranks, and their memory in a line."""
     assert cost.activations is not None, "checked when it was made"
-    topology = options.topology
     host_gib = cost.activations.host_bytes / 2**30
-    experts = ""
-    if cost.experts is not None:
-        experts = f", {cost.experts.text(topology.world_size)}"
+    experts = cost.experts_text(options.topology.world_size, before=", ")
     return (
-        f"{options.model or cost.name} on {topology.nodes} x {topology.ranks_per_node} ranks, "
+        f"{options.model or cost.name} on {options.topology}, "
         f"{cost.name}{experts}: {cost.budget_bytes / 2**30:.1f} GiB a rank to plan with, "
         f"model states {_states_gib(options, cost):.1f}; of the host {host_gib:.1f} GiB a rank"
     )

@@ -179,8 +179,7 @@ def _planners_text(results: Sequence[Result], options: Namespace) -> str:
     return (
         f"{text}. That is predicted by the cost model {cost.name}"
         f"{cost.experts_text(options.topology.world_size, before=', ')}, on "
-        f"{options.topology.nodes} x "
-        f"{options.topology.ranks_per_node} ranks in {options.sync}, and not measured."
+        f"{options.topology} in {options.sync}, and not measured."
     )
 
 

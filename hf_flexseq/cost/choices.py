@@ -114,9 +114,11 @@ def _exposed_s(cost: CostModel, activations: Activations, choice: MemoryChoice) 
 # ---- tokens
 
 
-def token_bytes(cost: CostModel, choice: MemoryChoice) -> float:
+def token_bytes(cost: CostModel, choice: MemoryChoice | None) -> float:
     """Return the device's bytes per token under a choice: the cost model's, times the choice's
-    share of the activation bytes under the user's own choice."""
+    share of the activation bytes under the user's own choice, which None is."""
+    if choice is None:
+        return cost.token_bytes
     activations = cost.activations
     assert activations is not None, "only a cost model with activations has choices"
     if choice == activations.as_set:

@@ -43,8 +43,7 @@ def peak_share(
 ) -> float:
     """Return the bytes that a micro-batch has held of a rank's tokens, over those predicted; 0.0
     where it says nothing. choice: for its activations; None as set for the run."""
-    of_token = cost.token_bytes if choice is None else token_bytes(cost, choice)
-    predicted = tokens * of_token
+    predicted = tokens * token_bytes(cost, choice)
     held = peak.most - peak.before
     if predicted < FULL * cost.free_bytes(world_size) or peak.after - peak.before > LEFT * held:
         return 0.0

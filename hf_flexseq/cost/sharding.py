@@ -126,10 +126,7 @@ class FsdpFigures(Constants):
         most_bytes = 0.0
         for micro_batch in plan.micro_batches:
             tokens = max(micro_batch.tokens_per_rank(plan.lengths, world_size))
-            of_token = cost.token_bytes
-            if micro_batch.memory is not None:
-                of_token = token_bytes(cost, micro_batch.memory)
-            most_bytes = max(most_bytes, tokens * of_token)
+            most_bytes = max(most_bytes, tokens * token_bytes(cost, micro_batch.memory))
         most_bytes += held_tokens * cost.token_bytes
         fitting = [PLAIN]
         for policy in POLICIES:

@@ -35,6 +35,5 @@ def _check_ranks(plan: Plan, topology: Topology) -> None:
             if not topology.allows(group.start, group.stop):
                 raise ValueError(
                     f"micro-batch {index}: ranks {group.start}..{group.stop - 1} are neither "
-                    f"inside one node nor whole nodes of {topology.nodes} x "
-                    f"{topology.ranks_per_node}"
+                    f"inside one node nor whole nodes of {topology}"
                 )

@@ -6,7 +6,7 @@
 `sequences.py` has the plan and its rules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +123,16 @@ class MicroBatch:
             for rank in group.ranks:
                 tokens[rank] += share
         return tuple(tokens)
+
+
+def with_ids(micro_batch: MicroBatch, ids: Sequence[int], units: Mapping[int, Unit]) -> MicroBatch:
+    """Return a micro-batch over sequences 0, 1, ... as one over these ids. units: by id."""
+    groups = []
+    for group in micro_batch.groups:
+        own = tuple(ids[one] for one in group.sequences)
+        of_group = tuple(units[i] for i in own if i in units)
+        groups.append(replace(group, sequences=own, units=of_group))
+    return replace(micro_batch, groups=tuple(groups))
 
 
 def widest_first(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -18,7 +18,6 @@ integers and are bounded by counted work. `process/worker.py` and `process/clien
 function next to the training process. tests/planner/exact.py is its slow twin.
 """
 
-import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +38,7 @@ from hf_flexseq.planner.memory import Rung, planned_by_rung, rungs_of
 from hf_flexseq.planner.notes import choice_note, degree_note, experts_note
 from hf_flexseq.planner.order import communication_first
 from hf_flexseq.planner.shared_rows import SharedRows, variants
-from hf_flexseq.planner.task import PlanTask
+from hf_flexseq.planner.task import PlanTask, checked_lengths
 
 DEFAULTS = PlanOptions()
 
@@ -71,7 +70,7 @@ def make_plan(
     """
     began = time.perf_counter()
     # 1. check
-    tokens = _checked_lengths(lengths)
+    tokens = checked_lengths(lengths)
     later_pairs = {row: pairs for row, pairs in later_pairs.items() if pairs}
     options.check_on(topology)
     cost.strategies(options.strategy)  # raises if the model cannot price it
@@ -182,17 +181,6 @@ def _decided(
 
 
 # ---- 1. check
-
-
-def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths as Python ints. Raises ValueError for a sequence without tokens."""
-    tokens = tuple(operator.index(length) for length in lengths)
-    for index, length in enumerate(tokens):
-        if length < 1:
-            raise ValueError(
-                f"sequence {index} has length {length}: every sequence needs at least one token"
-            )
-    return tokens
 
 
 def _check_fits(

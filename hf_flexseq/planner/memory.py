@@ -30,6 +30,7 @@ from hf_flexseq.cost import CostModel, step_ns
 from hf_flexseq.cost.choices import choices_of, most_tokens, token_bytes, with_choice
 from hf_flexseq.cost.lengths import Lengths
 from hf_flexseq.plan import MicroBatch
+from hf_flexseq.plan.groups import with_ids
 from hf_flexseq.plan.memory import MemoryChoice
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.lower_bound import step_bound_ns
@@ -108,7 +109,7 @@ def planned_by_rung(
             break
         made: list[MicroBatch] = []
         for part, ids in ways[index]:
-            made += [_with_ids(micro_batch, ids) for micro_batch in planned(part)]
+            made += [with_ids(micro_batch, ids, {}) for micro_batch in planned(part)]
         relaxed = tuple(_relaxed(micro_batch, task, rungs) for micro_batch in made)
         nanoseconds = step_ns(task.cost, relaxed, task.lengths, task.topology, sync=task.sync)
         if ways[index] is as_set:
@@ -175,14 +176,6 @@ def _part(task: PlanTask, rung: Rung, ids: Sequence[int]) -> tuple[PlanTask, Seq
 def _bound_ns(way: _Way) -> int:
     """Return nanoseconds that no plan of a way undercuts."""
     return sum(step_bound_ns(part) for part, _ in way)
-
-
-def _with_ids(micro_batch: MicroBatch, ids: Sequence[int]) -> MicroBatch:
-    """Return a micro-batch over sequences 0, 1, ... as one over these ids."""
-    groups = []
-    for group in micro_batch.groups:
-        groups.append(replace(group, sequences=tuple(ids[one] for one in group.sequences)))
-    return replace(micro_batch, groups=tuple(groups))
 
 
 def _relaxed(micro_batch: MicroBatch, task: PlanTask, rungs: Sequence[Rung]) -> MicroBatch:

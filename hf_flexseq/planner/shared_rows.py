@@ -21,6 +21,7 @@ import numpy as np
 from hf_flexseq.cost import CostModel
 from hf_flexseq.cost.lengths import Lengths, pair_share, with_shares
 from hf_flexseq.plan import MicroBatch, Plan
+from hf_flexseq.plan.groups import with_ids
 from hf_flexseq.plan.images import ImageSize
 from hf_flexseq.plan.units import Unit, joined
 
@@ -97,15 +98,7 @@ class SharedRows:
         """Return micro-batches over the planned sequences with ids of rows, and units."""
         planned = self.planned
         units = {unit.sequence: unit for unit in self.units}
-        made = []
-        for micro_batch in micro_batches:
-            groups = []
-            for group in micro_batch.groups:
-                ids = tuple(planned[sequence] for sequence in group.sequences)
-                own = tuple(units[i] for i in ids if i in units)
-                groups.append(replace(group, sequences=ids, units=own))
-            made.append(replace(micro_batch, groups=tuple(groups)))
-        return tuple(made)
+        return tuple(with_ids(one, planned, units) for one in micro_batches)
 
 
 def variants(

@@ -1,5 +1,6 @@
 """The question to a planner of groups: one optimizer step's sequences, ranks, costs and limits."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,18 @@ class PlanTask:
             sync=options.sync,
             sp_degree=options.sp_degree,
         )
+
+
+def checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths as Python ints. Raises ValueError for a sequence without tokens."""
+    tokens = tuple(map(operator.index, lengths))
+    shortest = min(tokens, default=1)
+    if shortest < 1:
+        raise ValueError(
+            f"sequence {tokens.index(shortest)} has length {shortest}: every sequence needs at "
+            "least one token"
+        )
+    return tokens
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:

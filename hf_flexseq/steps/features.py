@@ -41,10 +41,10 @@ from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.plan.images import MODALITIES, ImagePlan, ImageSize
 from hf_flexseq.steps.early_encoding import EarlyEncoder, EarlyFeatures, Weights
 from hf_flexseq.steps.images import (
+    GRID_POSITIONS,
     IMAGE_ROWS,
     NO_ROW,
     Image,
-    image_columns,
     image_rows,
     row_starts,
     send_images,
@@ -107,16 +107,23 @@ class MicroBatchImages:
         return replace(self, step=self.step.beside)
 
 
-def with_image_columns(row: SourceRow, drawn: DrawnStep) -> SourceRow:
-    """Return a rank's row with the columns of `image_columns`."""
-    added = image_columns(row.columns, row.images, drawn.own_images, drawn.images)
-    return replace(row, columns=row.columns | added)
-
-
 def with_image_rows(row: SourceRow, drawn: DrawnStep) -> SourceRow:
     """Return a rank's row with a column that says which part of which image a token stands for."""
     rows = image_rows(row.columns["input_ids"], row.images, drawn.own_images, drawn.images)
     return replace(row, columns=row.columns | {IMAGE_ROWS: rows})
+
+
+def with_image_columns(row: SourceRow, drawn: DrawnStep) -> SourceRow:
+    """Return a rank's row with the columns that tokens have in a step with images: IMAGE_ROWS,
+    [tokens], and for models that have them GRID_POSITIONS, [tokens, axes]."""
+    row, own = with_image_rows(row, drawn), row.images
+    if not own.axes:
+        return row
+    positions = own.positions
+    if positions is None:
+        numbers = row.columns["position_ids"].to(own.positions_dtype)
+        positions = numbers.unsqueeze(1).expand(-1, own.axes)
+    return replace(row, columns=row.columns | {GRID_POSITIONS: positions})
 
 
 def images_of_step(

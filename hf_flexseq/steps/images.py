@@ -3,7 +3,7 @@
     Image           one image or video of a sequence, as the model's tower takes it
     RowImages       the images of the sequences that this rank drew
     send_images     brings pixels to the ranks of an `ImagePlan` (`plan/images.py`)
-    image_columns   numbers the tokens that stand for images, as one more column of tokens
+    image_rows      numbers the tokens that stand for images, as one more column of tokens
 
 All ranks number the rows of features alike: first the rows of the step's first image, one per
 token, then the second image's, and so on. Images with the same pixels are one image
@@ -91,32 +91,14 @@ def row_starts(images: Sequence[ImageSize]) -> Ints:
     return np.cumsum([0, *(image.tokens for image in images)], dtype=np.int64)
 
 
-def image_columns(
-    columns: Mapping[str, torch.Tensor],
-    own: RowImages,
-    numbers: Sequence[int],
-    images: Sequence[ImageSize],
-) -> dict[str, torch.Tensor]:
-    """Return the columns that tokens have in a step with images: IMAGE_ROWS, [tokens], and for
-    models that have them GRID_POSITIONS, [tokens, axes].
-
-    columns: of this rank's row, each [tokens]. own: its images. numbers: of each of these, which
-    of `images` it is. images: of all ranks, each once.
-    """
-    made = {IMAGE_ROWS: image_rows(columns["input_ids"], own, numbers, images)}
-    if own.axes:
-        positions = own.positions
-        if positions is None:
-            numbers_of_tokens = columns["position_ids"].to(own.positions_dtype)
-            positions = numbers_of_tokens.unsqueeze(1).expand(-1, own.axes)
-        made[GRID_POSITIONS] = positions
-    return made
-
-
 def image_rows(
     ids: torch.Tensor, own: RowImages, numbers: Sequence[int], images: Sequence[ImageSize]
 ) -> torch.Tensor:
-    """Return the column IMAGE_ROWS of a rank's row, [tokens] of int64."""
+    """Return the column IMAGE_ROWS of a rank's row, [tokens] of int64.
+
+    ids: of this rank's row, [tokens]. own: its images. numbers: of each of these, which of
+    `images` it is. images: of all ranks, each once.
+    """
     rows = torch.full_like(ids, NO_ROW, dtype=torch.int64)
     starts = row_starts(images)
     for modality, placeholder in own.placeholders.items():
@@ -150,7 +132,7 @@ def send_images(
     communicator: Communicator,
 ) -> list[Image]:
     """Return the images that this rank encodes (`plan.by_rank`). Collective over the world.
-    own, numbers, images: see `image_columns`. sources: the rank that drew each sequence, which
+    own, numbers, images: see `image_rows`. sources: the rank that drew each sequence, which
     sends its images."""
     rank = communicator.rank
     packed: dict[int, torch.Tensor] = {}

@@ -10,7 +10,7 @@ from hf_flexseq.hf.model.towers import reader_of_text, towers_draw_noise
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.image_rows import images_of_rows, parts_of_rows
-from hf_flexseq.steps.images import IMAGE_ROWS, NO_ROW, image_columns
+from hf_flexseq.steps.images import NO_ROW, image_rows
 from hf_flexseq.steps.source_row import SourceRow
 from tests.hf.tiny import refused
 from tests.hf.vision import VIDEO, tiny_vision_model
@@ -109,8 +109,7 @@ def read(kinds=None, **tensors):
 def test_a_placeholder_that_is_text_by_its_type_is_text():
     row = read([0, 0, 0])
     assert row.images.images == ()
-    made = image_columns(row.columns, row.images, [], [])
-    assert made[IMAGE_ROWS].tolist() == [NO_ROW] * 3
+    assert image_rows(row.columns["input_ids"], row.images, [], []).tolist() == [NO_ROW] * 3
 
 
 @pytest.mark.parametrize("kinds", [None, [0, 2, 0]])

@@ -2,11 +2,14 @@
 comparison of `flexseq prove` finds each. Errors inside of attention are planted in
 `test_probe.py`, errors of losses and labels in `test_prove.py`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM, Qwen3VLForConditionalGeneration
 
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.hf.engine import whole_model
 from hf_flexseq.hf.model import experts, layer_memory, router
 from hf_flexseq.hf.model.probe import lively_copy
 from hf_flexseq.hf.model.small import small_model
@@ -27,7 +30,7 @@ TWO = Topology(nodes=1, ranks_per_node=2)
 
 def of_next_image(patch, rank):
     """A token has the features of the next token that stands for a part of an image."""
-    number = images.image_rows
+    number = features.image_rows
 
     def wrong(*given):
         rows = number(*given)
@@ -35,18 +38,19 @@ def of_next_image(patch, rank):
         rows[is_part] = rows[is_part].roll(1)
         return rows
 
-    patch.setattr(images, "image_rows", wrong)
+    patch.setattr(features, "image_rows", wrong)
 
 
 def restarted_positions(patch, rank):
     """Positions in time, height and width begin anew inside of a sequence."""
-    columns = features.image_columns
+    add = whole_model.with_image_columns
 
     def wrong(*given):
-        made = columns(*given)
-        return {**made, images.GRID_POSITIONS: made[images.GRID_POSITIONS] % 16}
+        row = add(*given)
+        restarted = {images.GRID_POSITIONS: row.columns[images.GRID_POSITIONS] % 16}
+        return replace(row, columns=row.columns | restarted)
 
-    patch.setattr(features, "image_columns", wrong)
+    patch.setattr(whole_model, "with_image_columns", wrong)
 
 
 def layers_without_features(patch, rank):

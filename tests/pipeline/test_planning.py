@@ -198,7 +198,7 @@ def test_checkpointing_fits_to_the_byte():
         ({"max_tokens": 0}, "max_tokens=0: give at least 1"),
         ({"schedule": "seq1f1b-i", "stages": 3}, "3 stages cannot be spread evenly, 2 on each"),
         ({"memory_limit": (1, 2)}, "give the positive bytes of each of 4 ranks"),
-        ({"lengths": [5, 0]}, "sequence 1 has no token"),
+        ({"lengths": [5, 0]}, "sequence 1 has length 0: every sequence needs"),
     ],
 )
 def test_arguments_without_meaning_are_refused(arguments, problem):

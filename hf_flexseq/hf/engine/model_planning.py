@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from hf_flexseq.base.registry import PLANNERS, object_of
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.config import AS_SET, LOOKAHEAD, FlexSeqArguments
 from hf_flexseq.cost import CostModel, FloatArray, step_ns
@@ -32,7 +33,6 @@ from hf_flexseq.plan import Plan
 from hf_flexseq.plan import check as check_plan
 from hf_flexseq.plan.options import PlanOptions
 from hf_flexseq.planner.blocks import exchange_degrees
-from hf_flexseq.planner.passes import passes_of
 from hf_flexseq.planner.process.jobs import GroupsJob
 from hf_flexseq.program.passes import PlanPasses
 from hf_flexseq.program.tags import HEAD_PIECES
@@ -137,9 +137,10 @@ class ModelPlanning:
             cost, communicator.topology, strategy=args.strategy, sp_degree=args.sp_degree
         )
         communicator.open_fast_blocks(self.degrees)
-        self.passes: PlanPasses | None = passes_of(
-            args.planner, cost, communicator.topology, lockstep=lockstep
-        )
+        self.passes: PlanPasses | None = None
+        dotted = PLANNERS[args.planner].passes
+        if dotted is not None:
+            self.passes = object_of(dotted)(cost, communicator.topology, lockstep=lockstep)
         if args.max_tokens_per_rank is None:
             cost.max_tokens_per_rank(communicator.world_size)  # raises where nothing is left
         self.fsdp = FsdpPolicies(

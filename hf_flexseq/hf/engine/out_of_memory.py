@@ -48,9 +48,8 @@ class RanOut:
         communicator = planning.setup.communicator
         cost = planning.cost_of(None)
         micro_batch = step.plan.micro_batches[step.current]
-        size = 1.0  # bytes of a token, relative to those as set for the run
-        if micro_batch.memory is not None:
-            size = token_bytes(cost, micro_batch.memory) / cost.token_bytes
+        # bytes of a token, relative to those as set for the run
+        size = token_bytes(cost, micro_batch.memory) / cost.token_bytes
         by_rank = micro_batch.tokens_per_rank(step.plan.lengths, communicator.world_size)
         tokens = by_rank[communicator.rank]
         # tokens as set for the run whose memory the fullest rank took, and may take

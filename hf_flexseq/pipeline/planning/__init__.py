@@ -10,7 +10,7 @@ several.
     units            the types that all of these share
     stage_cost       nanoseconds and bytes of a chunk on a stage
     walk             when the actions of a plan happen, and whether they can
-    job, files       a plan asked for by the planning process, and read from a file
+    job              a plan asked for by the planning process
     timeline         a plan in pictures
 """
 

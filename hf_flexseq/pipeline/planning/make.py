@@ -10,7 +10,6 @@ The same arguments give the same plan but for `planning_s`: decisions are bounde
 never by the clock.
 """
 
-import operator
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from hf_flexseq.pipeline.planning.units import (
 )
 from hf_flexseq.pipeline.planning.walk import check_memory, makespan_ns
 from hf_flexseq.plan import PlanInfeasible
+from hf_flexseq.planner.task import checked_lengths
 
 DEFAULTS = PipelineOptions()
 
@@ -40,7 +40,7 @@ def make_pipeline_plan(
     """
     began = time.perf_counter()
     # 1. the question
-    task = PipelineTask(lengths=_checked_lengths(lengths), cost=cost, options=options)
+    task = PipelineTask(lengths=checked_lengths(lengths), cost=cost, options=options)
 
     # 2. the answer, as a plan
     if task.lengths:
@@ -69,12 +69,3 @@ def _check_memory_limit(
             f"schedule {plan.schedule}: {error}. Take pipeline_schedule='auto', which recomputes "
             "layers where room is missing, or use more stages"
         ) from error
-
-
-def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths as plain ints. Raises ValueError for one below 1."""
-    tokens = tuple(map(operator.index, lengths))
-    shortest = min(tokens, default=1)
-    if shortest < 1:
-        raise ValueError(f"sequence {tokens.index(shortest)} has no token")
-    return tokens
