@@ -11,7 +11,12 @@ from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
-from transformers import Trainer
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GPTNeoXForTokenClassification,
+    Trainer,
+)
 from trl import SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
@@ -300,6 +305,16 @@ def test_what_would_not_be_exact_is_computed_row_by_row(change, options, said):
         change(model)
     found = reason_not_shared(model, model, FlexSeqArguments(**options))
     assert found is None if said is None else said in found
+
+
+def test_dropout_of_a_head_for_classes_is_that_of_models_with_such_a_head():
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 9}
+    config = GPTNeoXConfig(**small)
+    assert config.classifier_dropout == 0.1
+    model, classifier = GPTNeoXForCausalLM(config), GPTNeoXForTokenClassification(config)
+    assert reason_not_shared(model, model, FlexSeqArguments()) is None
+    found = reason_not_shared(classifier, classifier, FlexSeqArguments())
+    assert found.startswith("dropout in dropout is drawn once")
 
 
 def with_a_hook(rank, world_size, folder):

@@ -13,7 +13,7 @@ from trl import SFTTrainer
 
 from hf_flexseq.base import versions
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.loss_kinds import reads_logits_of_all_tokens, reads_sums
+from hf_flexseq.hf.model.loss_kinds import reads_logits_of_all_tokens
 from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS
 from hf_flexseq.hf.trainer.checks import check_trainer
 from tests.differential.case import sft_trainer
@@ -124,7 +124,6 @@ def test_an_older_sft_trainer_reads_logits_or_sums(older, options, monkeypatch, 
         monkeypatch.setattr(trainer.args, name, value)
     older(trl="1.15.0")
     assert reads_logits_of_all_tokens(trainer) is None
-    assert not reads_sums(trainer)
     older(trl="1.14.2")
     found = reads_logits_of_all_tokens(trainer)
     assert found == f"{said} of SFTTrainer (it needs trl 1.15, and 1.14.2 is installed)"

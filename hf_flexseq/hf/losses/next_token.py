@@ -32,7 +32,6 @@ from hf_flexseq.hf.losses.watch import LabelGuard
 from hf_flexseq.hf.model.loss_kinds import (
     has_other_compute_loss,
     reads_fused_head,
-    reads_sums,
     set_later,
 )
 from hf_flexseq.hf.model.shared_prefixes import GIVES_SUMS, USERS_CODE
@@ -54,6 +53,7 @@ class NextTokenLoss(PlannedLoss):
         self.lockstep = self._notes_figures
         self._guard = LabelGuard(trainer)
         self._trial = SumTrial(lambda: trainer.model, lambda: engine.whole_model)
+        # in older versions of TRL the head gives sums over tokens, and no value of each
         is_fused = reads_fused_head(trainer) and not is_older("trl", FUSED_HEAD_FROM)
         self._options = {"fused_lm_head": True} if is_fused else {}
         self._router = AddedRouterLoss(trainer)
@@ -84,7 +84,7 @@ class NextTokenLoss(PlannedLoss):
         """Return why the loss keeps rows from sharing prefixes, or None."""
         self._trial.look()  # callbacks have come between
         if not self._trial.has_code and reads_fused_head(self._trainer):
-            return GIVES_SUMS if reads_sums(self._trainer) else None
+            return None if self._options else GIVES_SUMS
         return USERS_CODE if self._notes_figures else self._trial.reason_not_shared()
 
     # ---- training

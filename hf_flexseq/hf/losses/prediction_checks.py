@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_flexseq.base.refusals import Refusal, refuse
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.adapters import virtual_tokens_of
 from hf_flexseq.hf.model.facts import base_model, compute_dtype, is_classifier
-from hf_flexseq.hf.model.loss_kinds import has_fused_head, has_own_loss, own_loss_of
+from hf_flexseq.hf.model.loss import ChunkedLoss
+from hf_flexseq.hf.model.loss_kinds import has_fused_head, has_own_loss
 from hf_flexseq.hf.model.router import asks_for_router_loss
 
 
@@ -61,7 +63,10 @@ def _loss_of_samples(case: Predicting) -> str | None:
     trainer, model = case.trainer, case.model
     if "loss" not in trainer.args.include_for_metrics or has_own_loss(trainer):
         return None
-    if own_loss_of(model) is None and not asks_for_router_loss(model):
+    own_function = getattr(model, "loss_function", None)
+    is_attached = isinstance(getattr(own_function, "__self__", None), ChunkedLoss)
+    is_plain = is_attached or own_function is ForCausalLMLoss
+    if is_plain and not asks_for_router_loss(model):
         return None
     return f"include_for_metrics=['loss'] and the loss of {type(model).__name__}"
 

@@ -173,12 +173,6 @@ def reads_fused_head(trainer: Trainer) -> bool:
     )
 
 
-def reads_sums(trainer: Trainer) -> bool:
-    """Tell if a micro-batch runs the `compute_loss` of an SFTTrainer whose head gives sums over
-    tokens, as in older versions of TRL, and no value of each token."""
-    return reads_fused_head(trainer) and is_older("trl", FUSED_HEAD_FROM)
-
-
 def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(cls.__name__ in names for cls in type(trainer).__mro__)
 

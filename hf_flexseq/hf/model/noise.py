@@ -18,6 +18,9 @@ from hf_flexseq.steps.embedding_noise import TokenNoise
 from hf_flexseq.steps.forward_hooks import around_forward
 
 _NOISE = re.compile("dropout|pdrop|drop_rate|drop_path|drop_prob|jitter")  # in names of options
+# Options of heads for classes, which GPT-2 and GPT-NeoX have in every model: where there is such a
+# head, its dropout is a module.
+_OF_CLASSES = re.compile(r"\.(classifier|summary)_\w*$")
 
 
 def dropout_in(model: nn.Module) -> str | None:
@@ -70,9 +73,10 @@ def noisy_option(config: PreTrainedConfig, *, of_text: bool = True) -> str | Non
     pending: list[tuple[str, Any]] = [("config", options)]
     while pending:
         path, value = pending.pop()
+        is_noise = _NOISE.search(path) and not _OF_CLASSES.search(path)
         if isinstance(value, dict):
             pending += [(f"{path}.{name}", one) for name, one in value.items()]
-        elif isinstance(value, (int, float)) and value > 0 and _NOISE.search(path):
+        elif isinstance(value, (int, float)) and value > 0 and is_noise:
             return f"{path}={value}"
     return None
 
