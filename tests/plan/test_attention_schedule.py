@@ -1,5 +1,5 @@
 """Block schedules as data: all ranks have the same calls, and about equal loads. That they compute
-causal attention exactly once is shown by tests/program/test_ring_steps.py."""
+causal attention is shown by tests/attention/test_sequence_parallel.py."""
 
 from itertools import product
 
