@@ -12,8 +12,8 @@ Queries travel to a worker that is not their reader (a *helper*), and the partia
 back. The compiler in `program/ring.py` uses nothing else.
 
 The calls of a rank follow from the rounds of a strategy (`plan/rings.py`), in time linear in the
-degree. `tests/program/test_ring_steps.py` puts the calls of all ranks together, and shows that
-these compute causal attention exactly once.
+degree. `tests/attention/test_sequence_parallel.py` shows that the calls of all ranks together are
+causal attention.
 """
 
 import functools

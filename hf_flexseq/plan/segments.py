@@ -10,7 +10,7 @@ order, are its *chain*:
 
 Adjacent chunks of one rank are one segment. A segment of a unit of rows is in one node, and
 several may go on from it: the segments are a tree, and a chain is a tree without branches.
-`tests/plan/test_segments.py` compares the trees with the slices of all ranks.
+`tests/attention/recurrent` compares what goes along the trees with every row by itself.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -21,8 +21,7 @@ of `keys`. `ring.py` compiles a list of steps.
 
 Every rank derives its sends and receives from the same schedule and lengths, so every send has its
 receive. Sequences of which a call has no query or no key are left out of the call, on both sides.
-`tests/program/test_ring_steps.py` plays the steps of all ranks on token names and compares with a
-list of all pairs.
+`tests/attention/test_sequence_parallel.py` compares what all ranks compute with dense attention.
 """
 
 from collections.abc import Iterable, Sequence

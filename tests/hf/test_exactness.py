@@ -1,16 +1,13 @@
 """The same batch gives the same loss and gradients under any plan, to rounding: float64, random
 legal plans of mixed degrees, strategies, packing and micro-batch counts, against one process that
-takes one document at a time. Four ranks are two nodes."""
+takes one document at a time. Four ranks are two nodes. Families with other layers are in
+`test_reach.py`, and under FSDP2 in `test_shared_prefixes.py`."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
 
-from hf_flexseq.base.versions import is_older
-from tests.hf.hybrids import HYBRIDS, make_hybrid
-from tests.hf.test_reach import keep_float64, make_model
 from tests.hf.tiny import (
     attached,
     documents,
@@ -89,31 +86,6 @@ def test_float64_gradients_equal_one_process(world_size, runs):
             assert worst["loss"] < 1e-12
             assert worst["norm"] < 1e-10
             assert worst["gradients"] < 1e-10
-
-
-def families_under_fsdp2(rank, world_size, families):
-    """What `gradients_under_random_plans` does, of families whose layers differ."""
-    settings = ("fsdp2", True, torch.float64, 2)
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        keep_float64(patch)
-        for family in families:
-            make = partial(make_hybrid if family in HYBRIDS else make_model, family)
-            found[family] = gradients_under_random_plans(
-                rank, world_size, *settings, make=make, attention="eager"
-            )
-    return found
-
-
-def test_families_under_fsdp2_equal_one_process():
-    """Sinks are parameters of attention itself, and shared keys go from unit to unit; recurrent
-    mixers read the weights of their convolution without calling it."""
-    families = ("GptOss",)
-    if not is_older("transformers", "5.23"):  # older layers are refused by what they ask for
-        families += ("Gemma4 with shared keys", "Qwen3_5")
-    for by_family in run_ranks(families_under_fsdp2, 2, families, seconds=120):
-        for family, worst in by_family.items():
-            assert worst["gradients"] < 1e-10, family
 
 
 def test_float32_gradients_are_close_to_one_process():

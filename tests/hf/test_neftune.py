@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from hf_flexseq.hf.model.attachments import ModelSettings
-from hf_flexseq.steps.embedding_noise import KEYS, SIZES, NoiseColumns, TokenNoise
+from hf_flexseq.steps.embedding_noise import KEYS, NoiseColumns
 from hf_flexseq.steps.source_row import SourceRow
 from hf_flexseq.steps.token_words import TokenWords
 from tests.differential.case import Case, make_trainer
@@ -83,19 +83,10 @@ def row_of(*sequences):
     return SourceRow(columns={"input_ids": ids}, lengths=tuple(map(len, sequences)))
 
 
-def test_a_token_has_its_noise_wherever_it_is():
-    sequences = [[5, 6, 7, 8, 9], [5], [5, 6, 7, 8, 9], [3] * 40]
-    row = NoiseColumns(ALPHA, SEED).of(row_of(*sequences), 3)
-    wanted = torch.from_numpy(np.concatenate([noise_of(ids, 3, 16) for ids in sequences]))
-    order = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0))
-    for tokens in (order, order[:7]):
-        noise = TokenNoise(row.columns[KEYS][tokens], row.columns[SIZES][tokens])
-        found = noise.added_to(torch.zeros(1, len(tokens), 16, dtype=torch.float64))
-        torch.testing.assert_close(found[0], wanted[tokens], rtol=1e-6, atol=1e-8)
-    other_step = NoiseColumns(ALPHA, SEED).of(row_of(*sequences), 4)
-    assert not (other_step.columns[KEYS] == row.columns[KEYS]).any()
+def test_a_column_of_the_same_name_is_refused():
+    noise = NoiseColumns(ALPHA, SEED)
     with pytest.raises(ValueError, match=f"the dataset has a column '{KEYS}', which"):
-        NoiseColumns(ALPHA, SEED).of(row, 3)
+        noise.of(noise.of(row_of([5, 6], [7]), 3), 3)
 
 
 def test_a_rank_may_have_drawn_nothing():

@@ -20,6 +20,7 @@ from transformers import (
 from trl import SFTTrainer
 
 from hf_flexseq import DataCollatorForFlexSeq, FlexSeqArguments, FlexSeqEngine
+from hf_flexseq.base.versions import is_older
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.hf.model.shared_prefixes import reason_not_shared
 from hf_flexseq.steps import prefetch
@@ -144,10 +145,14 @@ def test_random_plans_with_units_give_the_gradients_of_one_process(world_size):
     families = (None, "GptOss", "Gemma4 with shared keys", "DeepseekV3")
     hybrids = ("Qwen3Next", "KimiLinear", "Bamba", "Lfm2")
     under_ddp, under_fsdp2 = (*families, *hybrids), (*families[:2], *hybrids[:1])
-    if world_size == 2:  # families once
+    if world_size == 2:  # most families once
         under_ddp = ("Gemma4 with shared keys", "DeepseekV3", "Bamba")
+        # sinks are parameters of attention itself, and recurrent mixers read the weights of their
+        # convolution without calling it
         under_fsdp2 = ("GptOss", "Qwen3Next")
-    cases = [("ddp", True, under_ddp), ("fsdp2", world_size == 4, under_fsdp2)]
+        if not is_older("transformers", "5.23"):  # whose layers are refused by what they ask for
+            under_fsdp2 += ("Gemma4 with shared keys",)  # which go from unit to unit
+    cases = [("ddp", True, under_ddp), ("fsdp2", True, under_fsdp2)]
     options = {"ranks_per_node": 2 if world_size == 4 else None, "seconds": 200}
     for by_rank in run_cases(under_random_plans, world_size, cases, **options):
         for worst in by_rank:

@@ -8,7 +8,6 @@ from hf_flexseq.plan import MicroBatch
 from hf_flexseq.plan.shard import (
     make_shard,
     mirrored,
-    placed,
 )
 from tests.budget import for_seeds
 from tests.plans import group, random_plan, shards_of
@@ -79,17 +78,3 @@ def test_about_half_of_the_tokens_lie_the_other_way_round():
     assert mirrored([5, 5]) == (False, True)
     assert mirrored([3, 9, 5, 2]) == (True, False, True, True)
     assert mirrored([100, 1, 2, 3]) == (False,) * 4  # not worth it
-
-
-@for_seeds(10)
-def test_all_that_ranks_hold_of_some_sequences_is_found(seed):
-    rng = random.Random(seed)
-    lengths = [rng.randint(1, 50) for _ in range(9)]
-    wanted = set(rng.sample(range(9), 4))
-    for micro_batch in random_plan(lengths, 6, rng).micro_batches:
-        found = {rank: [] for rank in range(6)}
-        for rank, part in placed(micro_batch, lengths, wanted):
-            found[rank].append(part)
-        for rank in range(6):
-            slices = make_shard(micro_batch, lengths, rank).slices
-            assert found[rank] == [part for part in slices if part.sequence in wanted]

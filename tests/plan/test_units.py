@@ -1,15 +1,12 @@
 """Units of rows that share prefixes: places of their nodes, their form, and their plans."""
 
-import random
-
 import pytest
 
 from hf_flexseq.base.layers import FULL, Reach
 from hf_flexseq.base.topology import Topology
 from hf_flexseq.plan import Group, Plan, check
-from hf_flexseq.plan.layout import PlanLayout
 from hf_flexseq.plan.units import Node, Unit
-from tests.plans import plan_of_groups, random_plan, random_unit
+from tests.plans import plan_of_groups
 
 #  0: a a a    1: b b    2: c    3: d d    and rows that end in 0, 2, 2 and 3
 UNIT = Unit.of([(-1, 3), (0, 2), (1, 1), (0, 2)], [(0, 0), (1, 2), (2, 2), (3, 3)])
@@ -84,33 +81,6 @@ def test_a_plan_with_units_is_read_as_it_was_written():
 def test_units_that_do_not_fit_their_plan_are_refused(lengths, units, said):
     with pytest.raises(ValueError, match=said):
         plan_of_groups(lengths, [group_alone(0, 4, units=units)]).check_form()
-
-
-def test_every_rank_finds_the_tokens_of_every_row_once():
-    rng = random.Random(1)
-    for _ in range(60):
-        units = []
-        lengths = []
-        for _ in range(rng.randint(1, 3)):
-            units.append(random_unit(len(lengths), rng.randint(2, 5), rng))
-            lengths += [units[-1].tokens, *[0] * (len(units[-1].rows) - 1)]
-            lengths.append(rng.randint(1, 9))
-        world_size = rng.choice((1, 2, 4))
-        plan = random_plan(lengths, world_size, rng, units=units)
-        row_tokens = dict(enumerate(lengths))
-        for unit in units:
-            row_tokens |= unit.row_tokens()
-        seen = {row: [] for row in row_tokens}
-        for rank in range(world_size):
-            layout = PlanLayout(plan, rank)
-            for shard in layout.shards:
-                for part in shard.slices:
-                    for one, first in layout.of_rows(part):
-                        assert part.start <= first
-                        assert first + one.tokens <= part.stop
-                        seen[one.sequence] += range(one.start, one.stop)
-        for row, tokens in row_tokens.items():
-            assert sorted(seen[row]) == list(range(tokens))
 
 
 def test_nodes_are_made_of_pairs():
