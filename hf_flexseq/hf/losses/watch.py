@@ -1,5 +1,5 @@
-"""Watch the user's code for changes of a micro-batch's labels, and for changes of gradients before
-the step's gradients are complete.
+"""Watch the user's code for changes of a micro-batch's labels, and for changes of gradients and
+weights before the step's gradients are complete.
 
 A micro-batch has parts of samples in one row, and its labels are shifted already: `labels` and
 `shift_labels` are one tensor, and the model reads the second. A hook on the model may change them,
@@ -8,12 +8,13 @@ says what to change.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from hf_flexseq.base.values import listed
@@ -22,6 +23,9 @@ from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.steps.inputs import LABELS, Inputs
 from hf_flexseq.steps.users_code import users_methods
+
+# Of a parameter's norm and its dtype's epsilon: how far its sum may be off.
+ROUNDING = 64
 
 
 class LabelGuard:
@@ -88,6 +92,45 @@ def no_gradients_yet(trainer: Trainer, model: nn.Module) -> Iterator[None]:
             parameter.grad = None
 
 
+class WeightWatch:
+    """Watches the weights while methods of the user's compute the losses of a step: figures were
+    computed before with the weights of then, and gradients will be with those of afterwards."""
+
+    def __init__(self, trainer: Trainer, parameters: Sequence[torch.Tensor]) -> None:
+        self._methods = users_methods(trainer, ("training_step", "compute_loss"))
+        self._parameters = parameters if self._methods else ()
+        self._sums = self._of_each(torch.sum)
+        # what remains if weights are brought back by arithmetic
+        allowed = [ROUNDING * _epsilon(one) for one in self._parameters]
+        norms = self._of_each(torch.linalg.vector_norm)
+        self._allowed = norms * torch.tensor(allowed, dtype=norms.dtype).to(norms.device)
+
+    def check(self) -> None:
+        """Raise NotImplementedError if weights have changed."""
+        if not self._methods:
+            return
+        differences = (self._of_each(torch.sum) - self._sums).abs()
+        if not bool((differences <= self._allowed).all()):
+            raise NotImplementedError(
+                f"{listed(self._methods)} changes weights while the losses of a step are "
+                "computed, whose batches run together, before and afterwards: change weights "
+                "between steps, in on_step_begin or on_step_end, or in a module's forward"
+            )
+
+    def _of_each(self, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Return a value of each parameter [parameters], of this rank's part of it."""
+        values = []
+        for parameter in self._parameters:
+            own = parameter.detach()
+            own = own.to_local() if isinstance(own, DTensor) else own
+            values.append(reduce(own, dtype=torch.float64))
+        return torch.stack(values) if values else torch.empty(0)
+
+
+def _epsilon(parameter: torch.Tensor) -> float:
+    return torch.finfo(torch.promote_types(parameter.dtype, torch.float32)).eps
+
+
 class _UsedTooEarly(NotImplementedError):
     """A gradient was used before it was known."""
 
@@ -135,23 +178,33 @@ class StepInFront:
 
     def __init__(self, trainer: Trainer, mixin: type) -> None:
         """mixin: the class before which a `training_step` may come."""
+        self._trainer = trainer
         self._is_watched = bool(_steps_before(type(trainer), mixin))
         self._methods = users_methods(trainer, ("training_step",))
         self._after_step: list[Any] | None = None
         self._batches = 0  # of the step, which have not run
+        self._weights: WeightWatch | None = None  # of the step's first batch
 
     def expect(self, batches: int) -> None:
         """Begin a step of so many batches."""
         self._batches = batches
+        self._weights = None
 
-    def count(self) -> None:
-        """Count a batch that runs. Raises NotImplementedError for one more than the step has."""
+    def count(self, model: nn.Module) -> None:
+        """Count a batch that runs. Raises NotImplementedError for one more than the step has, and
+        for other weights than those of the step's first batch."""
         self._batches -= 1
         if self._batches < 0:
             raise NotImplementedError(
                 f"{listed(self._methods) or 'training_step'} runs a batch again, after "
                 "perturbing weights, say: a step's batches are planned together and run once"
             )
+        if not self._is_watched:
+            return
+        if self._weights is None:
+            trained = [one for one in model.parameters() if one.requires_grad]
+            self._weights = WeightWatch(self._trainer, trained)
+        self._weights.check()
 
     def note(self, model: nn.Module, accumulation: int) -> None:
         """Note the gradients of a step; one batch alone is as under the plain Trainer."""
