@@ -228,7 +228,8 @@ class Answers:
         if ids is not None and labels is not None and ids.shape != labels.shape:
             raise NotImplementedError(
                 f"a loss calls the model on input_ids {tuple(ids.shape)} without labels, and "
-                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens"
+                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens, "
+                "and generate in a callback, such as on_step_end"
             )
         return labels
 
