@@ -230,6 +230,68 @@ def test_a_step_that_needs_the_gradients_of_one_batch_is_refused(tmp_path, metho
         trainer.train()
 
 
+class RoundsWeights:
+    """Computes the loss with rounded weights, as networks of few bits are trained."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        weights = [one.data for one in model.parameters()]
+        kept = [one.clone() for one in weights]
+        for one in weights:
+            one.copy_((one * 64).round() / 64)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for one, former in zip(weights, kept, strict=True):
+            one.copy_(former)
+        return loss
+
+
+class ClampsWeights:
+    """Keeps weights small after every batch."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for one in model.parameters():
+            one.data.clamp_(-0.05, 0.05)
+        return loss
+
+
+class LooksAround:
+    """Scales the loss by that of weights beside the present ones."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        if return_outputs:  # in an evaluation
+            return super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = super().compute_loss(model, inputs, **kwargs)
+        weight = model.get_input_embeddings().weight.data
+        weight.add_(0.1)
+        with torch.no_grad():
+            beside = model(**inputs).loss
+        weight.sub_(0.1)
+        return loss * beside
+
+
+@pytest.mark.parametrize("changes", [RoundsWeights, ClampsWeights, AdversarialStep])
+def test_weights_that_change_within_a_step_are_refused(tmp_path, changes):
+    behind = type("Mine", (changes, Trainer), {})
+    message = rf"{changes.__name__}\.training_step (changes weights while|uses gradients)"
+    with refused(message):
+        make(behind, tmp_path).train()
+    if changes is ClampsWeights:
+        with refused(message):
+            make(type("Mine", (changes, FlexSeqTrainer), {}), tmp_path).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "base"),
+    [(RoundsWeights, FlexSeqTrainer), (LooksAround, FlexSeqTrainer), (LooksAround, Trainer)],
+)
+def test_weights_that_are_brought_back_around_a_step_train_alike(tmp_path, changes, base):
+    stock = make(type("Mine", (changes, Trainer), {}), tmp_path / "stock", how="stock")
+    ours = make(type("Mine", (changes, base), {}), tmp_path / "ours")
+    for trainer in (stock, ours):
+        trainer.train()
+    assert distance(weights_of(stock.model), weights_of(ours.model)) < 1e-8
+
+
 def test_a_step_on_one_trainer_is_refused_also_after_it_was_made(tmp_path):
     trainer = make(FlexSeqTrainer, tmp_path)
     trainer.training_step = partial(OwnTrainingStep.training_step, trainer)

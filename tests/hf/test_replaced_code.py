@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
 
@@ -320,3 +321,22 @@ def test_a_layer_that_was_copied_has_a_configuration_of_its_own():
     (loss,) = [step.backward(model) for step in engine.steps(batches(1))]
     engine.detach()
     assert float(loss) == pytest.approx(wanted, rel=1e-6)
+
+
+# ---- attention functions of the user's, which would not run
+
+
+def own_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    return query.transpose(1, 2), None
+
+
+@pytest.mark.parametrize(("name", "other"), [("mine", "sdpa"), ("sdpa", "eager")])
+def test_a_registered_attention_function_is_refused_by_name(tmp_path, monkeypatch, name, other):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, own_attention)
+    model = tiny_llama()
+    model.set_attn_implementation(name)
+    message = f"attn_implementation='{name}' is own_attention of yours, which would not run.*"
+    with refused(message + rf"model\.set_attn_implementation\('{other}'\)"):
+        make(Trainer, tmp_path, model=model)
+    model.set_attn_implementation(other)
+    make(Trainer, tmp_path, model=model).train()

@@ -74,6 +74,8 @@ class Answers:
         self._reuses = False  # a result for equal calls, which are of one batch and without noise
         self._adapters: tuple[Any, ...] = ()  # their states in training
         self._labels: torch.Tensor | None = None  # [B, S] of the batch whose loss is computed
+        self.check_weights: Callable[[], None] = lambda: None
+        """Raises NotImplementedError if weights have changed since the first pass."""
 
     def begin(self) -> None:
         """Take the model as it is now for the trained one, whatever becomes of its adapters."""
@@ -200,6 +202,8 @@ class Answers:
             given = {**given, "labels": self._labels_for(given)}
         call = self._head.read(given)
         figures = self._taken(role, call)
+        if figures is not None and torch.is_grad_enabled():
+            self.check_weights()
         if figures is None:
             if torch.is_grad_enabled():
                 raise NotImplementedError(
@@ -224,7 +228,8 @@ class Answers:
         if ids is not None and labels is not None and ids.shape != labels.shape:
             raise NotImplementedError(
                 f"a loss calls the model on input_ids {tuple(ids.shape)} without labels, and "
-                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens"
+                f"those of its batch are {tuple(labels.shape)}: give labels of the same tokens, "
+                "and generate in a callback, such as on_step_end"
             )
         return labels
 

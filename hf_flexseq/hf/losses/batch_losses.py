@@ -25,7 +25,7 @@ from hf_flexseq.hf.engine.loaders import LoaderState
 from hf_flexseq.hf.losses.answers import POLICY, Answers
 from hf_flexseq.hf.losses.heads import Head
 from hf_flexseq.hf.losses.step_loss import RunStep
-from hf_flexseq.hf.losses.watch import no_gradients_yet
+from hf_flexseq.hf.losses.watch import WeightWatch, no_gradients_yet
 from hf_flexseq.steps.calls import ModelCall
 from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.logged_loss import filtered
@@ -114,14 +114,17 @@ class BatchLosses:
 
         # 2. the trainer's own steps
         last = len(self.batches) - 1
+        weights = WeightWatch(self._trainer, self.parameters)
         with (
             self._answers.answering(self._model),
+            Patch(self._answers, check_weights=weights.check),
             Patch(self._trainer.accelerator, backward=self._end_at_figures),
             no_gradients_yet(self._trainer, self._model),
         ):
             for index, batch in enumerate(self.batches):
                 with self._answers.loss_of(batch, loader_state, is_last=index == last):
                     self._add(run(self._trainer.model, batch, items).detach(), batch)
+            weights.check()
 
     def _add(self, loss: torch.Tensor, batch: Any) -> None:
         """Add the loss of a batch, a scalar."""

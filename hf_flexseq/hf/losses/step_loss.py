@@ -164,7 +164,7 @@ class PlannedLoss(StepLoss):
                 logger.warning(
                     "step %d has no target token: all labels of its %d sequences are -100 (a "
                     "sequence's first token is never predicted). Its loss is 0, where the plain "
-                    "Trainer logs NaN; further such steps are not named: check the label masks if "
+                    "Trainer's is NaN; further such steps are not named: check the label masks if "
                     "all are so",
                     *(number + 1, len(step.plan.lengths)),
                 )

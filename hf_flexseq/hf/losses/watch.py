@@ -1,5 +1,5 @@
-"""Watch the user's code for changes of a micro-batch's labels, and for changes of gradients before
-the step's gradients are complete.
+"""Watch the user's code for changes of a micro-batch's labels, and for changes of gradients and
+weights before the step's gradients are complete.
 
 A micro-batch has parts of samples in one row, and its labels are shifted already: `labels` and
 `shift_labels` are one tensor, and the model reads the second. A hook on the model may change them,
@@ -8,7 +8,7 @@ says what to change.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,14 @@ from transformers import Trainer
 
 from hf_flexseq.base.values import listed
 from hf_flexseq.distributed.agreement import ErrorCapture
+from hf_flexseq.distributed.reduction import local
 from hf_flexseq.distributed.transport import CpuGroup
 from hf_flexseq.hf.model.facts import base_model
 from hf_flexseq.steps.inputs import LABELS, Inputs
 from hf_flexseq.steps.users_code import users_methods
+
+SAMPLED = 1_000  # values of a parameter that are looked at
+ROUNDING = 1e-6  # of the largest weight: what remains of changes that are taken back
 
 
 class LabelGuard:
@@ -88,6 +92,38 @@ def no_gradients_yet(trainer: Trainer, model: nn.Module) -> Iterator[None]:
             parameter.grad = None
 
 
+class WeightWatch:
+    """Watches the weights while methods of the user's compute the losses of a step: figures were
+    computed before with the weights of then, and gradients will be with those of afterwards."""
+
+    def __init__(self, trainer: Trainer, parameters: Sequence[torch.Tensor]) -> None:
+        self._methods = users_methods(trainer, ("training_step", "compute_loss"))
+        self._parameters = parameters if self._methods else ()
+        self._values = self._sample()
+
+    def check(self) -> None:
+        """Raise NotImplementedError if weights have changed, by more than is left where they are
+        brought back by arithmetic."""
+        if not self._methods or not self._values.numel():
+            return
+        largest = float((self._sample() - self._values).abs().max())
+        if not largest <= ROUNDING * float(self._values.abs().max()):
+            raise NotImplementedError(
+                f"{listed(self._methods)} changes weights while the losses of a step are "
+                "computed, whose batches run together, before and afterwards: change weights "
+                "between steps, in on_step_begin or on_step_end, or in a module's forward"
+            )
+
+    def _sample(self) -> torch.Tensor:
+        """Return values of this rank's part of each parameter, [values] in float64: enough to show
+        a change, at a cost that no step notices."""
+        values = []
+        for parameter in self._parameters:
+            own = local(parameter.detach()).flatten()
+            values.append(own[:: max(1, own.numel() // SAMPLED)])
+        return torch.cat(values).double() if values else torch.empty(0)
+
+
 class _UsedTooEarly(NotImplementedError):
     """A gradient was used before it was known."""
 
@@ -135,23 +171,33 @@ class StepInFront:
 
     def __init__(self, trainer: Trainer, mixin: type) -> None:
         """mixin: the class before which a `training_step` may come."""
+        self._trainer = trainer
         self._is_watched = bool(_steps_before(type(trainer), mixin))
         self._methods = users_methods(trainer, ("training_step",))
         self._after_step: list[Any] | None = None
         self._batches = 0  # of the step, which have not run
+        self._weights: WeightWatch | None = None  # of the step's first batch
 
     def expect(self, batches: int) -> None:
         """Begin a step of so many batches."""
         self._batches = batches
+        self._weights = None
 
-    def count(self) -> None:
-        """Count a batch that runs. Raises NotImplementedError for one more than the step has."""
+    def count(self, model: nn.Module) -> None:
+        """Count a batch that runs. Raises NotImplementedError for one more than the step has, and
+        for other weights than those of the step's first batch."""
         self._batches -= 1
         if self._batches < 0:
             raise NotImplementedError(
                 f"{listed(self._methods) or 'training_step'} runs a batch again, after "
                 "perturbing weights, say: a step's batches are planned together and run once"
             )
+        if not self._is_watched:
+            return
+        if self._weights is None:
+            trained = [one for one in model.parameters() if one.requires_grad]
+            self._weights = WeightWatch(self._trainer, trained)
+        self._weights.check()
 
     def note(self, model: nn.Module, accumulation: int) -> None:
         """Note the gradients of a step; one batch alone is as under the plain Trainer."""

@@ -21,8 +21,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_flexseq.base.refusals import raise_all
 from hf_flexseq.base.values import listed
@@ -61,7 +62,11 @@ from hf_flexseq.hf.model.sharding import (
     unwritten_buffers,
 )
 from hf_flexseq.hf.model.trial import PROBED_FAMILIES, Call, MixerRun, Trial, try_model
-from hf_flexseq.steps.users_code import nonlinear_gradient_hooks, users_accumulation_hooks
+from hf_flexseq.steps.users_code import (
+    is_known,
+    nonlinear_gradient_hooks,
+    users_accumulation_hooks,
+)
 
 # Options of randomness that is refused, by their names in different models.
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -97,9 +102,10 @@ def check_model(model: PreTrainedModel) -> None:
         unsuitable_positions(model, config),
         _replaced_forward(model),
         _unknown_mixers(model, layers),
+        _own_attention(config),
     ]
     # What is wrong with one of these a trial would find again, in other words.
-    is_known = not errors and not any(found_again)
+    is_sound = not errors and not any(found_again)
     dropout = [call.dropout for call in try_model(model).calls]
     if not dropout:  # the trial has ended before any attention
         dropout = [getattr(config, name, 0) for name in _ATTENTION_DROPOUT]
@@ -116,7 +122,7 @@ def check_model(model: PreTrainedModel) -> None:
         misplaced_parts(model),
         unwritten_buffers(model),
         divided_ties(model),
-        _unsuitable_layers(model, layers) if is_known else None,
+        _unsuitable_layers(model, layers) if is_sound else None,
         unsuitable_hooks(model),
     ]
     errors += [NotImplementedError(f"{name}: {reason}") for reason in reasons if reason]
@@ -279,6 +285,20 @@ def _replaced_forward(model: PreTrainedModel) -> str | None:
                 "is not known; load the model without use_kernels"
             )
     return None
+
+
+def _own_attention(config: PreTrainedConfig) -> str | None:
+    """Return that the model attends by a function of the user's."""
+    name = config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    if function is None or is_known(function):
+        return None
+    own = getattr(function, "__qualname__", type(function).__qualname__)
+    return (
+        f"attn_implementation={name!r} is {own} of yours, which would not run: groups of ranks "
+        "compute the layers' own attention; if this is meant, first choose one of transformers, "
+        f"such as model.set_attn_implementation({'eager' if name == 'sdpa' else 'sdpa'!r})"
+    )
 
 
 def _parameters_of_one_memory(model: PreTrainedModel) -> tuple[str, str] | None:

@@ -56,7 +56,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             f"attach the model before accelerator.prepare wraps it in {type(model).__name__}"
         )
     if isinstance(model, OptimizedModule):
-        raise ValueError("attach the model before it is compiled by torch.compile or prepare")
+        raise ValueError(
+            "attach the model before it is compiled by torch.compile or prepare; give a Trainer "
+            "the model itself, with torch_compile=True"
+        )
     base = without_adapters(model)
     if not isinstance(base, PreTrainedModel):
         raise NotImplementedError(f"expected a transformers model, got {type(base).__name__}")

@@ -342,7 +342,7 @@ class FlexSeqMixin(ShardedCheckpoints):
                 "compute_loss(model, batch) for a batch of your own"
             )
         self._flexseq_data.check_accumulation()
-        self._flexseq_in_front.count()
+        self._flexseq_in_front.count(model)
         with self._flexseq_memory.noted():
             loss = self._flexseq_loss.run_step(model, inputs, items, run)
         self._flexseq_in_front.note(model, self.args.gradient_accumulation_steps)
