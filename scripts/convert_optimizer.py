@@ -20,13 +20,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hf_flexseq.checkpoints.files import PARTIAL, write_tensors
+from hf_flexseq.checkpoints.files import PARTIAL, clear, write_tensors
 from hf_flexseq.checkpoints.optimizer import FOLDER
 from hf_flexseq.checkpoints.optimizer_files import (
     PICKLED,
     TENSORS,
+    WRITTEN,
     check_plain,
-    clear,
     write_index,
 )
 
@@ -62,7 +62,7 @@ def convert(old: Path, new: Path) -> int:
     shutil.copytree(old, partial, ignore=shutil.ignore_patterns(FOLDER), dirs_exist_ok=True)
     folder = partial / FOLDER
     file = TENSORS.format(part=1, parts=1)
-    clear(folder)
+    clear(folder, WRITTEN)
     write_tensors(folder / file, tensors)
     write_index(folder, dict.fromkeys(tensors, file), values)
     partial.rename(new)

@@ -1,10 +1,10 @@
 """Write files that appear when they are whole: under a partial name, which is then changed. And
-read tensors out of several files, by rows."""
+remove those of an earlier save, and read tensors out of several files, by rows."""
 
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 PARTIAL = ".partial"  # what the name of a file ends with until all of it is written
+
+
+def clear(folder: Path, patterns: Iterable[str]) -> None:
+    """Make `folder`, and remove the files of earlier saves from it. patterns: of their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in patterns:
+        for file in folder.glob(pattern):
+            file.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:

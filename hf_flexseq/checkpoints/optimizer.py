@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hf_flexseq.base.values import listed
-from hf_flexseq.checkpoints.files import write_json, write_tensors
+from hf_flexseq.checkpoints.files import clear, write_json, write_tensors
 from hf_flexseq.checkpoints.optimizer_files import (
     SCHEDULER,
+    WRITTEN,
     SavedState,
     check_plain,
-    clear,
     is_plain,
     named_state,
     numbered_state,
@@ -137,7 +137,7 @@ def write_optimizer(
     # 1. the folder is there, and empty of what is old
     with ErrorCapture() as clearing:
         if communicator.rank == 0:
-            clear(path)
+            clear(path, WRITTEN)
     clearing.raise_on_all_ranks(gather, f"clearing {path}")
 
     # 2. tensors, in files of different ranks

@@ -44,19 +44,11 @@ FORMAT = 1  # of the index; raise it when a reader of the former format would go
 CONVERTER = "python scripts/convert_optimizer.py OLD NEW --i-trust-this-file"
 
 # What a save may have left in the folder, one by an earlier version too. The index goes first.
-_WRITTEN = (INDEX, PICKLED, SCHEDULER, "state-*.safetensors", f"*{PARTIAL}", "*.distcp")
+WRITTEN = (INDEX, PICKLED, SCHEDULER, "state-*.safetensors", f"*{PARTIAL}", "*.distcp")
 _PLAIN = bool | int | float | str | None  # what JSON gives back as it was
 
 
 # ---- writing
-
-
-def clear(folder: Path) -> None:
-    """Make `folder`, and remove the files of earlier saves from it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for pattern in _WRITTEN:
-        for file in folder.glob(pattern):
-            file.unlink()
 
 
 def check_plain(key: str, value: Any) -> None:

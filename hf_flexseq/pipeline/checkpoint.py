@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hf_flexseq.checkpoints.files import write_json, write_tensors
+from hf_flexseq.checkpoints.files import clear, write_json, write_tensors
 from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.checkpoints.weight_files import INDEX
 from hf_flexseq.distributed.agreement import ErrorCapture
@@ -69,8 +69,7 @@ def save_stage(member: StageMember, folder: str, as_stored: Callable[[Tensors], 
     # 2. the folder is there, and empty of what is old
     with ErrorCapture() as clearing:
         if communicator.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            _remove_stale(path)
+            clear(path, _WRITTEN)
             _save_config(member.stage, path)
     clearing.raise_on_all_ranks(gather, f"clearing {folder}")
 
@@ -103,13 +102,6 @@ def _owned_tensors(member: StageMember) -> Tensors:
             # A gathered tensor leaves the device, which has no room for the stage twice.
             tensors[name] = gathered.cpu() if member.is_sharded else gathered
     return tensors
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the files of an earlier save."""
-    for pattern in _WRITTEN:
-        for file in path.glob(pattern):
-            file.unlink()
 
 
 def _save_index(path: Path, written: Sequence[tuple[str, dict[str, int]]]) -> None:

@@ -22,6 +22,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_flexseq.base.registry import STRATEGIES
 from hf_flexseq.base.topology import Topology
+from hf_flexseq.checkpoints.shards import whole
 from hf_flexseq.config import IGNORE_INDEX
 from hf_flexseq.distributed.reduction import local
 from hf_flexseq.hf.model.experts import spreads_experts
@@ -115,12 +116,8 @@ def gradients_of(model: torch.nn.Module) -> Gradients:
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            gradient = (
-                parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            )
-            if isinstance(gradient, DTensor):
-                gradient = gradient.full_tensor()
-            found[name.removeprefix("module.")] = gradient.detach().to("cpu", torch.float64)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[name.removeprefix("module.")] = whole(gradient.detach()).to("cpu", torch.float64)
     return found
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hf_flexseq.checkpoints import files, sharded_optimizer
-from hf_flexseq.checkpoints.files import write_tensors
+from hf_flexseq.checkpoints.files import clear, write_tensors
 from hf_flexseq.checkpoints.optimizer import (
     FOLDER,
     _for_groups,
@@ -24,7 +24,12 @@ from hf_flexseq.checkpoints.optimizer import (
     state_of,
     write_optimizer,
 )
-from hf_flexseq.checkpoints.optimizer_files import check_plain, clear, named_state, write_index
+from hf_flexseq.checkpoints.optimizer_files import (
+    WRITTEN,
+    check_plain,
+    named_state,
+    write_index,
+)
 from hf_flexseq.checkpoints.sharded_optimizer import save_sharded_optimizer
 from hf_flexseq.checkpoints.shards import read_own, whole
 from hf_flexseq.distributed.communicator import Communicator
@@ -68,7 +73,7 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     tensors["g"] = torch.randint(0, 255, (5,), dtype=torch.uint8)
     tensors["h"] = torch.randn(3, dtype=torch.bfloat16)
     values = {"lr": 0.1 + 0.2, "step": 3, "foreach": None, "fused": False, "betas": [0.9, 0.999]}
-    clear(tmp_path / "state")
+    clear(tmp_path / "state", WRITTEN)
     write_tensors(tmp_path / "state" / "one", {key: tensors[key] for key in "abcdef"})
     write_tensors(tmp_path / "state" / "two", {key: tensors[key] for key in "gh"})
     files = dict.fromkeys("abcdef", "one") | dict.fromkeys("gh", "two")
@@ -94,7 +99,7 @@ def test_a_value_that_json_would_change_is_refused_by_name():
 
 def test_a_write_that_breaks_off_leaves_nothing_that_is_read(tmp_path, monkeypatch):
     folder = tmp_path / "state"
-    clear(folder)
+    clear(folder, WRITTEN)
     write_tensors(folder / "one", {"a": torch.ones(2)})
     write_index(folder, {"a": "one"}, {})
     assert named_state(folder).keys() == {"a"}
@@ -104,13 +109,13 @@ def test_a_write_that_breaks_off_leaves_nothing_that_is_read(tmp_path, monkeypat
         raise OSError("no space left")
 
     monkeypatch.setattr(files, "save_file", broken)
-    clear(folder)
+    clear(folder, WRITTEN)
     with pytest.raises(OSError, match="no space left"):
         write_tensors(folder / "state-00001-of-00001.safetensors", {"a": torch.ones(2)})
     assert not (folder / "state-00001-of-00001.safetensors").exists()
     with pytest.raises(ValueError, match="has no index.json: saving was interrupted"):
         named_state(folder)
-    clear(folder)
+    clear(folder, WRITTEN)
     assert [path.name for path in folder.iterdir()] == ["one"], "only files of ours are removed"
     (folder / "index.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="index.json is not an index of format 1"):
@@ -127,7 +132,7 @@ def written(folder, model, optimizer, *, change=None):
     if change is not None:
         change(state)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    clear(folder / FOLDER)
+    clear(folder / FOLDER, WRITTEN)
     write_tensors(folder / FOLDER / "one", tensors)
     values = {key: value for key, value in state.items() if key not in tensors}
     write_index(folder / FOLDER, dict.fromkeys(tensors, "one"), values)
