@@ -340,3 +340,27 @@ def test_a_registered_attention_function_is_refused_by_name(tmp_path, monkeypatc
         make(Trainer, tmp_path, model=model)
     model.set_attn_implementation(other)
     make(Trainer, tmp_path, model=model).train()
+
+
+class Annealed(nn.Module):
+    """Anneals an MLP by the number of its forwards, if it counts them."""
+
+    def __init__(self, inner, counts):
+        super().__init__()
+        self.inner, self.counts = inner, counts
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x):
+        if self.counts and self.training:
+            self.forwards += 1
+        return self.inner(x) / (1 + 0.1 * self.forwards)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_buffer_that_counts_forwards_is_named_in_the_log(tmp_path, caplog, counts):
+    model = tiny_llama()
+    model.model.layers[0].mlp = Annealed(model.model.layers[0].mlp, counts)
+    make(Trainer, tmp_path, model=model).train()
+    said = [r.message for r in caplog.records if "each forward changes" in r.message]
+    assert len(said) == counts
+    assert all("model.layers.0.mlp.forwards of the model" in line for line in said)

@@ -461,11 +461,22 @@ class SumTrial:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore random numbers and the model's buffers after the block."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """Restore random numbers and the model's buffers after the block, and warn of buffers that
+    its forwards have changed."""
+    buffers = dict(model.named_buffers())
+    before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    changed = []
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
+        for name, buffer in buffers.items():
+            if not torch.equal(buffer, before[name]):
+                changed.append(name)
+                buffer.data.copy_(before[name])
+    if changed:
+        logger.warning(
+            "each forward changes %s of the model: a plan has other forwards than the plain "
+            "Trainer has batches, and so other values there",
+            listed(changed),
+        )

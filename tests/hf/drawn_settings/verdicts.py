@@ -36,6 +36,7 @@ KNOWN_WARNINGS = (
     "a hook on the backward of a module sees",
     "sees no gradients",
     "differs from call to call",
+    "each forward changes",
     "compares the prediction of each token with that token itself",
     "documents of a packed row see each other",
     "has no target token",
