@@ -192,7 +192,7 @@ class ModelPlanning:
         return replace(options, max_tokens_per_rank=self.max_tokens_per_rank)
 
     def cost_of_plans(self, number: int | None) -> CostModel:
-        """Return the cost model by which step `number` is planned, with what plans may choose; see
+        """Return the cost model by which step `number` is planned, with the choices of plans; see
         `cost_of`."""
         cost = self._lowered_cost(self.cost_of(number))
         return cost if self.reason_without_choices is None else replace(cost, activations=None)

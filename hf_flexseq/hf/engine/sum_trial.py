@@ -14,7 +14,7 @@ figures take the place of the loss.
 
 A loss may hide a mixture: behind a norm, hidden states divided by their size in the whole row have
 nearly the same loss and other gradients. So the last hidden states of tokens are compared, too. In
-16 bits rounding hides what changes them by less than a thirtieth.
+16 bits rounding hides changes of less than a thirtieth.
 
 Which tokens of a sequence lie side by side is the plan's choice, too, so nothing but attention may
 look at them. If each token is a sequence by itself, attention sees no other one, and the order of

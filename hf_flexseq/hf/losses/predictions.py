@@ -87,7 +87,7 @@ class TokenPredictions:
         return predicted, self._run(predicted, step, forward), step
 
     def _note_padding(self, call: ModelCall, labels: torch.Tensor | None) -> None:
-        """Warn once about labels with which a metric may compare what is predicted for padding."""
+        """Warn once about labels with which a metric may compare predictions for padding."""
         if labels is None or self._has_noted_padding:
             return
         count = int(labels_of_padding(call, labels).sum())

@@ -141,7 +141,7 @@ class TrainingData:
         return self._epoch[1]
 
     def _with_rest(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield a stream's batches, and say once what becomes of a rest at its end."""
+        """Yield a stream's batches, and say once how a rest at its end is trained on."""
         count = 0
         for batch in batches:
             yield batch

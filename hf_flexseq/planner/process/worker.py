@@ -1,6 +1,6 @@
 """Planning in a process of its own: JSON lines in, JSON lines out. `client.py` is the other end.
 
-    stdin   {"job": {"kind": "groups", ...}}           the job for what follows, as in `jobs.py`
+    stdin   {"job": {"kind": "groups", ...}}           the job of all that follows, as in `jobs.py`
             {"id": 7, "lengths": [...], "facts": ...}  any number of requests, and of other jobs
     stdout  {"id": 7, "plan": {...}}                   one answer each, in order
             {"id": 7, "error": {"kind": "PlanInfeasible", "message": "..."}}
