@@ -62,7 +62,7 @@ class SequenceContext:
         self.calls: list[Any] | None = None
         """Modules that have called attention in the forward that runs; None outside of one."""
         self.row_counts: torch.Tensor | None = None
-        """[tokens] How many rows have each token; None where no rows share tokens."""
+        """[tokens] How many rows have each token, 0 for a dummy; None where none share any."""
         self.target_counts: torch.Tensor | None = None
         """[tokens] How many rows have each token as one with a target; None as above."""
         self.noise: Any = None

@@ -41,7 +41,7 @@ class Bounds(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a field is read that has too many values for a check of each in every constructor."""
+    """How a field is read and written whose values constructors do not check."""
 
     read: Callable[[str, Any], Any]
     """Returns the value that has a name and these JSON values. Raises ValueError for others."""
@@ -96,9 +96,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _fields(kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, annotation and default of each field of a record."""
+    """Yield the name, annotation and default, or its factory, of each field of a record."""
     for one in fields(kind):
-        yield one.name, _hints(kind)[one.name], one.default
+        default = one.default if one.default_factory is MISSING else one.default_factory
+        yield one.name, _hints(kind)[one.name], default
 
 
 class _Parts(NamedTuple):
@@ -172,9 +173,11 @@ def _read(name: str, value: Any, hint: Any) -> Any:
     kind, inner, _, form, is_optional = _parts(hint)
     if form is not None:
         return form.read(name, value)
+    if value is None and is_optional:
+        return None
     if kind is tuple:
         return tuple(_read(name, one, of_one) for one, of_one in _each(name, value, inner))
-    if not hasattr(kind, "from_record") or (value is None and is_optional):
+    if not hasattr(kind, "from_record"):
         return value
     try:
         return kind.from_record(value)

@@ -11,8 +11,7 @@ A `Record` is a frozen dataclass, whose fields are read and written by their ann
 (`base/records.py`).
 
 Rejected: `dataclasses.asdict` as the record. It copies every tuple recursively, which takes longer
-than planning a pipeline of tens of thousands of actions, and it ties the file format to field
-names.
+than planning a pipeline of tens of thousands of actions.
 """
 
 import hashlib

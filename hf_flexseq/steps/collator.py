@@ -21,6 +21,7 @@ left, a label of a sequence's first token, which in a packed row the sequence be
 They are left out, and `padding_targets` counts them.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -190,8 +191,11 @@ class DataCollatorForFlexSeq:
         own = self.example_collator
         if own is None or not self._to_compare or len(examples) < 2:
             return 0
-        if is_known(own) and not getattr(own, "mlm", False):  # which masks tokens at random
-            return 0
+        if is_known(own):
+            if not getattr(own, "mlm", False):  # which masks tokens at random
+                return 0
+            own = copy.copy(own)
+            vars(own)["generator"] = None  # a new one, of its seed: the run's stays as it is
         differing = other_rows(own, examples)
         self._to_compare = 0 if differing else self._to_compare - 1
         return differing

@@ -27,7 +27,7 @@ def other_rows(collate: Collate, examples: Sequence[Mapping[str, Any]]) -> int:
     """Return how many rows of a batch differ from the rows of its examples alone; 0 for a collator
     of single examples. The run keeps its random numbers, and the examples stay as they are."""
     differing = 0  # a collator of single examples fails on several
-    with suppress(Exception), random_numbers_kept():
+    with suppress(Exception), random_numbers_kept(collate):
         together = collate(copy.deepcopy(list(examples)))
         alone = [collate([copy.deepcopy(example)]) for example in examples]
         if len(together["input_ids"]) < len(alone):

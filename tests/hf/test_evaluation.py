@@ -35,7 +35,7 @@ class Perplexity(Trainer):
         return output
 
 
-def perplexity(rank, world_size, folder, flex, metrics):
+def perplexity(rank, world_size, folder, flex, metrics, hooked=False):
     """The perplexity of documents of one length, of whose last batches one has repeats alone."""
     rows = [dict.fromkeys(("input_ids", "labels"), row["input_ids"]) for row in DOCUMENTS]
     options = {"max_tokens_per_rank": 61} if flex else None
@@ -44,15 +44,19 @@ def perplexity(rank, world_size, folder, flex, metrics):
         given["compute_metrics"] = lambda found: {"values": found.predictions.size}
         given["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
     trainer = trainer_of(Perplexity, folder, flexseq=options, **given)
+    if hooked:  # then the loss is taken through the user's own code
+        trainer.model.register_forward_hook(lambda module, args, output: None)
     return trainer.evaluate()["eval_perplexity"]
 
 
 @pytest.mark.processes
 def test_a_loop_behind_the_mixin_reads_the_loss_of_all_ranks(tmp_path):
     cases = [(tmp_path, flex, metrics) for metrics in (False, True) for flex in (False, True)]
-    of_loss, of_loss_ours, of_metrics, of_metrics_ours = run_cases(perplexity, 2, cases)
+    cases.append((tmp_path, True, False, True))
+    of_loss, of_loss_ours, of_metrics, of_metrics_ours, of_hooked = run_cases(perplexity, 2, cases)
     assert of_loss_ours == pytest.approx(of_loss, rel=1e-2)  # which weighs batches by samples
     assert len(set(of_loss_ours)) == 1
+    assert of_hooked == of_loss_ours
     assert of_metrics_ours == pytest.approx(of_metrics, rel=1e-6)
 
 

@@ -3,6 +3,7 @@ refused with one line. Single changes of a user's are those of `test_drawn_setti
 
 import logging
 
+import numpy as np
 import pytest
 from transformers import DataCollatorForLanguageModeling, Trainer
 from trl import SFTTrainer
@@ -163,3 +164,39 @@ def test_a_collator_that_masks_at_random_is_noticed():
     for mlm in (False, True):
         masks = DataCollatorForLanguageModeling(words, mlm=mlm, mlm_probability=0.5)
         assert (OTHER_ROWS in DataCollatorForFlexSeq(masks)(examples)) == mlm
+
+
+class Masks:
+    """A user's collator, which masks labels by a generator of its own."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, examples):
+        rows = []
+        for row in examples:
+            is_masked = self.generator.random(len(row["input_ids"])) < 0.5
+            rows.append({**row, "labels": np.where(is_masked, -100, row["input_ids"]).tolist()})
+        return padded(rows)
+
+
+def masks_of_library():
+    words = word_tokenizer()
+    words.mask_token = "<pad>"
+    return DataCollatorForLanguageModeling(words, mlm_probability=0.5, seed=0)
+
+
+@pytest.mark.parametrize("make", [Masks, masks_of_library])
+def test_a_collator_that_is_compared_keeps_its_own_random_numbers(make):
+    examples = [{"input_ids": row["input_ids"]} for row in dataset(4)]
+    compared, other = make(), make()
+    DataCollatorForFlexSeq(compared)(examples)
+    for row in examples:
+        other([row])
+    states = [
+        own.generator.get_state().tolist()
+        if hasattr(own.generator, "get_state")
+        else own.generator.bit_generator.state
+        for own in (compared, other)
+    ]
+    assert states[0] == states[1]

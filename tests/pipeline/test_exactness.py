@@ -127,12 +127,17 @@ COMBINED = (
 )
 
 
+# By the number of ranks that share them: query heads that do not fall evenly on the 3 key heads of
+# ranks, and fewer than ranks, of which one has none.
+HEADS = {2: 6, 4: 3}
+
+
 @functools.cache
-def model_and_gradients(layers, tied, uneven_heads=False):
+def model_and_gradients(layers, tied, query_heads=None):
     """A model, which nobody may change, and its loss and gradients on one process."""
     heads = {}
-    if uneven_heads:
-        heads = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3}
+    if query_heads is not None:
+        heads = {"num_attention_heads": query_heads, "num_key_value_heads": 3, "hidden_size": 36}
     model = tiny_llama(num_hidden_layers=layers, tie_word_embeddings=tied, **heads).to(DEVICE)
     return model, *reference_gradients(copy.deepcopy(model), documents(LENGTHS))
 
@@ -144,9 +149,8 @@ def errors_by_case(rank, world_size, degree, virtual):
     communicator = join()
     errors = {}
     for tied, case in COMBINED:
-        # With a degree of 2 a rank's heads do not fall evenly on key heads.
-        uneven = degree > 1 and virtual == 1
-        model, *wanted = model_and_gradients(layers, tied, uneven_heads=uneven)
+        query_heads = HEADS.get(degree) if virtual == 1 else None
+        model, *wanted = model_and_gradients(layers, tied, query_heads)
         executor = make_executor(copy.deepcopy(model), stages, degree, communicator, virtual)
         assert len(executor.stage.virtual) == virtual
         rng = random.Random(f"{stages} {virtual} {tied} {case}")
@@ -164,6 +168,7 @@ def errors_by_case(rank, world_size, degree, virtual):
     [
         (3, 1, 1),
         (4, 2, 1),
+        (8, 4, 1),
         (2, 1, 3),
         (4, 2, 2),
         pytest.param(2, 1, 1, marks=pytest.mark.nightly),

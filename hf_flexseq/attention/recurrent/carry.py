@@ -50,7 +50,7 @@ class Carry:
         layer: the layer, or also the number of the call in it
         length: tokens of the whole sequence
         keeps_grad: True if a backward will follow; otherwise the sequence is over with its last
-            chunk's forward
+            chunk's forward. Read with the sequence's first part alone
 
         Raises WrongOrder when the first part that is seen is not the sequence's first.
         """
@@ -72,7 +72,9 @@ class Carry:
 
     def check_empty(self) -> None:
         """Raise WrongOrder unless all begun sequences have been drained; forget all of them."""
-        left = [str(carried) for carried in self._carried.values() if not carried.is_over]
+        # A rank without a query head of a layer stores nothing.
+        begun = [carried for carried in self._carried.values() if carried.stored]
+        left = [str(carried) for carried in begun if not carried.is_over]
         self._carried.clear()
         if left:
             raise WrongOrder(f"the step is over, but not drained: {', '.join(left)}")
@@ -178,6 +180,6 @@ class Carrying(NamedTuple):
 
     def leave_gradient(self, gradient: torch.Tensor) -> None:
         """Keep, for the previous part, the gradient of the given value."""
-        self.carried.gradient = gradient
+        self.carried.gradient = gradient if self.part.start else None
         self.carried.values.pop(self.part.start, None)
         self.carried.went_backward(self.part)

@@ -223,7 +223,7 @@ def draws_random_numbers(trainer: Trainer, dataloader: Any) -> str | None:
     if getattr(dataloader, "num_workers", 0) or not _is_map_style(dataset) or not len(dataset):
         return None
     # An error is raised again when examples are drawn.
-    with suppress(Exception), random_numbers_kept(dataset):
+    with suppress(Exception), random_numbers_kept((dataset, trainer.data_collator)):
         before = torch.get_rng_state()
         example = dataset[0]
         if not torch.equal(before, torch.get_rng_state()):
@@ -335,7 +335,7 @@ def _collated_tokens(example: Mapping[str, Any], trainer: Trainer) -> int:
     is_planned = isinstance(trainer.data_collator, DataCollatorForFlexSeq)
     if is_planned and trainer.data_collator.example_collator is None:
         columns.setdefault("labels", columns["input_ids"])  # which predict() needs none of
-    with random_numbers_kept():
+    with random_numbers_kept(trainer.data_collator):
         batch = trainer.data_collator([columns])
     if is_planned:
         return max(batch[LENGTHS])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -73,6 +73,7 @@ def as_drawn(state: LoaderState, accelerator: Accelerator) -> Iterator[None]:
     """Let accelerate take its loader for being in `state` inside the block, though it has been
     drawn from further: `gather_for_metrics` and KTO's loss depend on that."""
     known = accelerator.gradient_state
+    state = replace(state)  # accelerate forgets all equal ones at once
     known._add_dataloader(state)
     try:
         yield

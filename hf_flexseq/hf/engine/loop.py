@@ -13,7 +13,8 @@
 `engine.steps` and `engine.evaluation` make them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from hf_flexseq.steps.inputs import Inputs
 from hf_flexseq.steps.prefetch import Step
 
 # step, and in training the model -> the inputs of one micro-batch after the other
-MicroBatches = Callable[..., Iterator[Inputs]]
+MicroBatches = Callable[..., Generator[Inputs, None, None]]
 
 
 class LoopItem:
@@ -131,9 +132,10 @@ class EvaluationItem(LoopItem):
         whole = model.module if isinstance(model, DistributedDataParallel) else model
         with noted(self._whole_model.planning, self.step):
             self._trial.run(self.step.row, whole, loss_of_model(self._whole_model))
-            for inputs in self._micro_batches(self.step):
-                with torch.no_grad():
-                    self.step.add(self._loss(whole, inputs))
+            with closing(self._micro_batches(self.step)) as micro_batches:
+                for inputs in micro_batches:
+                    with torch.no_grad():
+                        self.step.add(self._loss(whole, inputs))
         self._has_run = True
         self._sum.add(self.step.final_loss, self.step.targets)
         return self.step.final_loss

@@ -167,8 +167,9 @@ class NextTokenLoss(PlannedLoss):
         items = step.targets if reads_fused_head(self._trainer) else step.items
         divided_by = divisor(items, self._trainer.args.device)
         self._try_model(step.row, model)
-        with noted(self._engine.whole_model.planning, step):
-            for micro_batch in self._engine.forward_micro_batches(step):
+        micro_batches = closing(self._engine.forward_micro_batches(step))
+        with noted(self._engine.whole_model.planning, step), micro_batches as of_step:
+            for micro_batch in of_step:
                 step.add(self._forward(model, micro_batch, divided_by))
         loss = step.final_loss
         self._raise_noted()

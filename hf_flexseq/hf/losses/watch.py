@@ -25,7 +25,7 @@ from hf_flexseq.steps.inputs import LABELS, Inputs
 from hf_flexseq.steps.users_code import users_methods
 
 SAMPLED = 1_000  # values of a parameter that are looked at
-ROUNDING = 1e-6  # of the largest weight: what remains of changes that are taken back
+ROUNDING = 1e-6  # of a parameter's largest value: what remains of changes that are taken back
 
 
 class LabelGuard:
@@ -100,28 +100,34 @@ class WeightWatch:
         self._methods = users_methods(trainer, ("training_step", "compute_loss"))
         self._parameters = parameters if self._methods else ()
         self._values = self._sample()
+        self._allowed = [ROUNDING * one.abs().max() if one.numel() else 0 for one in self._values]
 
     def check(self) -> None:
         """Raise NotImplementedError if weights have changed, by more than is left where they are
         brought back by arithmetic."""
-        if not self._methods or not self._values.numel():
-            return
-        largest = float((self._sample() - self._values).abs().max())
-        if not largest <= ROUNDING * float(self._values.abs().max()):
+        moved = [
+            (now - then).abs().max() > allowed  # False for NaN
+            for now, then, allowed in zip(self._sample(), self._values, self._allowed, strict=True)
+            if now.numel()
+        ]
+        if moved and bool(torch.stack(moved).any()):
             raise NotImplementedError(
                 f"{listed(self._methods)} changes weights while the losses of a step are "
                 "computed, whose batches run together, before and afterwards: change weights "
                 "between steps, in on_step_begin or on_step_end, or in a module's forward"
             )
 
-    def _sample(self) -> torch.Tensor:
+    def _sample(self) -> list[torch.Tensor]:
         """Return values of this rank's part of each parameter, [values] in float64: enough to show
-        a change, at a cost that no step notices."""
+        a change, where a pass over all of them would take a noticeable part of a step."""
         values = []
-        for parameter in self._parameters:
-            own = local(parameter.detach()).flatten()
-            values.append(own[:: max(1, own.numel() // SAMPLED)])
-        return torch.cat(values).double() if values else torch.empty(0)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                # of ZeRO-3's shard, too, which is there between its gathers
+                own = local(getattr(parameter, "ds_tensor", parameter)).flatten()
+                sample = own[:: max(1, own.numel() // SAMPLED)]
+                values.append(sample.to(torch.float64, copy=True))
+        return values
 
 
 class _UsedTooEarly(NotImplementedError):
@@ -194,10 +200,11 @@ class StepInFront:
             )
         if not self._is_watched:
             return
-        if self._weights is None:
+        if self._weights is not None:
+            self._weights.check()
+        elif self._batches:  # others follow
             trained = [one for one in model.parameters() if one.requires_grad]
             self._weights = WeightWatch(self._trainer, trained)
-        self._weights.check()
 
     def note(self, model: nn.Module, accumulation: int) -> None:
         """Note the gradients of a step; one batch alone is as under the plain Trainer."""

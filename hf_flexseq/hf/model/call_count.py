@@ -92,7 +92,8 @@ class _Count:
         if outputs is None or is_as_before:
             return
         self._check(modules)
-        self._modules, self._forwards = modules, forwards_of(modules)
+        # A copy: replays inside of a layer may add to the list.
+        self._modules, self._forwards = list(modules), forwards_of(modules)
 
     def _check(self, modules: Sequence[nn.Module]) -> None:
         replaced = replaced_attention(self._model)
