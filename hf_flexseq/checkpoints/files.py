@@ -1,5 +1,5 @@
-"""Write files that appear when they are whole: under a partial name, which is then changed. And
-remove those of an earlier save, and read tensors out of several files, by rows."""
+"""Write files that appear when they are whole: under a partial name, which is then changed. Remove
+the files of earlier saves. Read tensors out of several files, by rows."""
 
 import errno
 import json

@@ -66,7 +66,7 @@ class ChunkContext:
         self.calls: list[Any] | None = None
         """Modules that have called attention in the forward that runs; None outside of one."""
         self.checkpointed = checkpointed
-        self.kept = None  # what a replay needs is in the carry
+        self.kept = None  # replays read the carry
         self._carry = carry
         # 1. the part of a cut sequence that it begins with
         cut = chunk.cut(lengths)

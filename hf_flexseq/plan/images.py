@@ -74,8 +74,8 @@ class ImagePlan:
         return max(self.loads) / 1e9
 
     def by_rank(self) -> list[list[int]]:
-        """Return the indices of the images that each rank encodes, ascending; for a rank without
-        any that of its stand-in."""
+        """Return the indices of the images that each rank encodes, ascending; a rank without any
+        encodes the cheapest one, too."""
         found: list[list[int]] = [[] for _ in self.loads]
         for index, owner in enumerate(self.owners):
             found[owner].append(index)

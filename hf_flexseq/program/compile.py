@@ -234,7 +234,7 @@ def of_rows(parts: Parts, what: str, shape: RowShape) -> Program:
         halo = segments.halo(shape.width)
         messages, rows, tag = halo.messages, halo.edge_rows, RECURRENT_FORWARD
     else:
-        assert what in (SUMMARIES_BEFORE, SUMMARIES_AFTER), f"nobody exchanges {what!r}"
+        assert what in (SUMMARIES_BEFORE, SUMMARIES_AFTER), f"unknown exchange {what!r}"
         after = what == SUMMARIES_AFTER
         summaries = segments.neighbours(after=after)
         messages, rows = summaries.messages, summaries.rows.takers

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package
+from hf_flexseq.steps.users_code import is_librarys
 
 # Attributes in which datasets and collators of libraries keep others, and functions of the user's.
 _INNER = ("dataset", "datasets", "_format_kwargs", "example_collator")
@@ -73,11 +73,6 @@ def _inside(part: Any) -> list[Any]:
     if is_librarys(type(part)):
         return [own[name] for name in _INNER if name in own]
     return [*own.values(), *_methods(part)]
-
-
-def is_librarys(code: Any) -> bool:
-    """Tell if a function or class is none of the user's."""
-    return is_known(code) or package(code) in NEUTRAL_PACKAGES
 
 
 def _methods(part: Any) -> list[Any]:

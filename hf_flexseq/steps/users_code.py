@@ -70,6 +70,12 @@ def is_known(code: Any) -> bool:
     return package(code) in _KNOWN_PACKAGES
 
 
+def is_librarys(code: Any) -> bool:
+    """Tell if a library or Python itself defines a function or class."""
+    function = code.func if isinstance(code, partial) else code
+    return package(function) in NEUTRAL_PACKAGES or is_known(function)
+
+
 def package(code: Any) -> str:
     """Return the package that a function, a class, or the class of an object is defined in."""
     module = getattr(code, "__module__", None)

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline carries of a sequence from one chunk to the next.
+"""Tensors that a pipeline stage carries from one chunk of a sequence to the next.
 
     attention      keys and values of earlier chunks, and their gradients (`pipeline/carry.py`)
     scan           the state after a chunk goes to the next one; the gradient of that state comes
@@ -142,7 +142,7 @@ class CarriedState(Carried):
     def __init__(self, carry: Carry, key: CarryKey, length: int, *, keeps_grad: bool) -> None:
         super().__init__(carry, key, length, keeps_grad=keeps_grad)
         self.values: dict[int, torch.Tensor] = {}  # given to the chunk that begins there
-        self.gradient: torch.Tensor | None = None  # of what the next chunk backward gave on
+        self.gradient: torch.Tensor | None = None  # from the backward of the next chunk
 
 
 class Carrying(NamedTuple):

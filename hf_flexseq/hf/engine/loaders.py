@@ -73,7 +73,7 @@ def as_drawn(state: LoaderState, accelerator: Accelerator) -> Iterator[None]:
     """Let accelerate take its loader for being in `state` inside the block, though it has been
     drawn from further: `gather_for_metrics` and KTO's loss depend on that."""
     known = accelerator.gradient_state
-    state = replace(state)  # accelerate forgets all equal ones at once
+    state = replace(state)  # accelerate forgets an object that was added twice at once
     known._add_dataloader(state)
     try:
         yield

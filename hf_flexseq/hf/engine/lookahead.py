@@ -16,7 +16,6 @@ import inspect
 import logging
 import types
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -27,7 +26,7 @@ from hf_flexseq.distributed.communicator import Communicator
 from hf_flexseq.hf.engine.dataset_checks import draws_random_numbers
 from hf_flexseq.hf.engine.loaders import LoaderProxy
 from hf_flexseq.steps.console import beside_bars
-from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package
+from hf_flexseq.steps.users_code import is_known, is_librarys, package
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def own_code_of_data(dataloader: Any) -> str | None:
         }
     for name, part in parts.items():
         for code in _code_of(part):
-            if isinstance(code, types.GeneratorType) or not _is_librarys(code):
+            if isinstance(code, types.GeneratorType) or not is_librarys(code):
                 own = getattr(code, "__qualname__", type(code).__qualname__)
                 return _may_follow(f"{own} of yours is in {name}")
     return None
@@ -90,7 +89,7 @@ def _own_code_between_steps(trainer: Trainer) -> str | None:
             return _may_follow(f"the callback {type(callback).__name__} is yours")
     for cls in type(trainer).__mro__:
         # A class that puts FlexSeqMixin in front of another one has no code.
-        if not _is_librarys(cls) and any(map(inspect.isroutine, vars(cls).values())):
+        if not is_librarys(cls) and any(map(inspect.isroutine, vars(cls).values())):
             return _may_follow(f"the trainer's class {cls.__name__} is yours")
     return None
 
@@ -102,16 +101,11 @@ def _may_follow(why: str) -> str:
     )
 
 
-def _is_librarys(code: Any) -> bool:
-    function = code.func if isinstance(code, partial) else code
-    return package(function) in NEUTRAL_PACKAGES or is_known(function)
-
-
 def _code_of(part: Any) -> Iterator[Any]:
     """Yield an object that takes part in making samples, and all such objects and functions that
     objects of libraries keep."""
     yield part
-    inside = vars(part) if hasattr(part, "__dict__") and _is_librarys(part) else {}
+    inside = vars(part) if hasattr(part, "__dict__") and is_librarys(part) else {}
     for name in _INNER:
         value = inside.get(name)
         for one in value if isinstance(value, list) else [value]:

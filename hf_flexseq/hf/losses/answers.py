@@ -28,10 +28,9 @@ from hf_flexseq.hf.losses.heads import BATCHES, Head
 from hf_flexseq.hf.losses.outputs import PlannedOutput
 from hf_flexseq.hf.model.attachments import on_micro_batches
 from hf_flexseq.hf.model.checks import check_model
-from hf_flexseq.hf.model.facts import base_model, layer_calls
+from hf_flexseq.hf.model.facts import adapter_states, base_model, layer_calls
 from hf_flexseq.hf.model.loss_kinds import FIGURES
 from hf_flexseq.hf.model.noise import dropout_in, noisy_option
-from hf_flexseq.hf.model.towers import adapter_states
 from hf_flexseq.hf.model.vision import VisionModel
 from hf_flexseq.kernels.upload import to_device
 from hf_flexseq.steps.call_answers import answered_by
@@ -80,7 +79,7 @@ class Answers:
     def begin(self) -> None:
         """Take the model as it is now for the trained one, whatever becomes of its adapters."""
         model = self._trainer.model
-        self._adapters = adapter_states(model.modules())
+        self._adapters = self._adapter_states()
         settings = self._engine.settings
         option = noisy_option(base_model(model).config)
         draws_noise = dropout_in(model) or option or settings.noise
@@ -183,7 +182,12 @@ class Answers:
     @property
     def _is_policy(self) -> bool:
         """True if the adapters of the trained model are on as in training."""
-        return adapter_states(self._trainer.model.modules()) == self._adapters
+        return self._adapter_states() == self._adapters
+
+    def _adapter_states(self) -> tuple[Any, ...]:
+        """Return the states of the trained model's adapters; () without any."""
+        model = self._trainer.model
+        return adapter_states(model.modules()) if hasattr(model, "peft_config") else ()
 
     def pausing(self, is_paused: bool) -> Patch:
         """Leave calls to the models themselves inside a block, or answer them again."""

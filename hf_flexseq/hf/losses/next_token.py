@@ -206,8 +206,8 @@ class NextTokenLoss(PlannedLoss):
 
     def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the mean of the ranks' shares of an evaluation step's loss, a scalar, on each of
-        them: the Trainer's loop weighs shares by samples, and a subclass may read its mean.
-        Collective over the world."""
+        them: at the end of a rank's loader accelerate drops values of padded batches, and a
+        subclass may read the loss. Collective over the world."""
         mean: torch.Tensor = self._trainer.accelerator.reduce(loss, reduction="mean")
         return mean
 

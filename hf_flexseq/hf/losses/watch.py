@@ -93,14 +93,14 @@ def no_gradients_yet(trainer: Trainer, model: nn.Module) -> Iterator[None]:
 
 
 class WeightWatch:
-    """Watches the weights while methods of the user's compute the losses of a step: figures were
-    computed before with the weights of then, and gradients will be with those of afterwards."""
+    """Watches the weights while methods of the user's compute the losses of a step, between its
+    two passes: both must run with equal weights."""
 
     def __init__(self, trainer: Trainer, parameters: Sequence[torch.Tensor]) -> None:
         self._methods = users_methods(trainer, ("training_step", "compute_loss"))
         self._parameters = parameters if self._methods else ()
         self._values = self._sample()
-        self._allowed = [ROUNDING * one.abs().max() if one.numel() else 0 for one in self._values]
+        self._allowed = [ROUNDING * one.abs().max() for one in self._values]
 
     def check(self) -> None:
         """Raise NotImplementedError if weights have changed, by more than is left where they are
@@ -108,7 +108,6 @@ class WeightWatch:
         moved = [
             (now - then).abs().max() > allowed  # False for NaN
             for now, then, allowed in zip(self._sample(), self._values, self._allowed, strict=True)
-            if now.numel()
         ]
         if moved and bool(torch.stack(moved).any()):
             raise NotImplementedError(
@@ -126,7 +125,8 @@ class WeightWatch:
                 # of ZeRO-3's shard, too, which is there between its gathers
                 own = local(getattr(parameter, "ds_tensor", parameter)).flatten()
                 sample = own[:: max(1, own.numel() // SAMPLED)]
-                values.append(sample.to(torch.float64, copy=True))
+                if sample.numel():  # FSDP leaves some ranks no rows of a small parameter
+                    values.append(sample.to(torch.float64, copy=True))
         return values
 
 
@@ -191,7 +191,7 @@ class StepInFront:
 
     def count(self, model: nn.Module) -> None:
         """Count a batch that runs. Raises NotImplementedError for one more than the step has, and
-        for other weights than those of the step's first batch."""
+        for weights that have changed since the step's first batch."""
         self._batches -= 1
         if self._batches < 0:
             raise NotImplementedError(

@@ -2,8 +2,8 @@
 not.
 
 1. kind          a decoder-only model that predicts the next token, or classes
-2. layers        attention over all of a sequence, a window or chunks, and recurrent layers of
-                 known kinds (`layer_kinds.py`)
+2. layers        attention over all of a sequence, a window or chunks (`layer_kinds.py`), and
+                 recurrent layers whose functions are known (`recurrent.py`)
 3. options       nothing in the configuration that attention or loss would have to compute
 4. positions     counted from 0 in every sequence (`positions.py`)
 5. modules       nothing on the model itself: compilation, reentrant checkpointing, mixers of

@@ -10,7 +10,7 @@ How a model is divided between ranks is in `sharding.py`.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -69,6 +69,20 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def without_adapters(model: Any) -> Any:
     """Return a model without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+_ADAPTED = "base_layer"  # PEFT's name for the layer that an adapter wraps
+
+
+def adapter_states(modules: Iterable[nn.Module]) -> tuple[tuple[tuple[str, ...], bool], ...]:
+    """Return of each of PEFT's layers among some modules which adapters are active, and whether
+    they are switched off."""
+    found = []
+    for module in modules:
+        if hasattr(module, _ADAPTED):
+            active = getattr(module, "active_adapters", ())
+            found.append((tuple(active), bool(getattr(module, "disable_adapters", False))))
+    return tuple(found)
 
 
 _HEAD_NORM = ("q_norm", "query_layernorm", "q_layernorm")  # modules that normalise queries

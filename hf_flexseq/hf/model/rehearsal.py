@@ -57,7 +57,7 @@ from hf_flexseq.hf.model.quantized_layers import StandIn, is_quantized
 from hf_flexseq.hf.model.recurrent import without_dispatcher
 from hf_flexseq.hf.model.sharding import unsharded_class
 from hf_flexseq.hf.model.towers import attention_of_text
-from hf_flexseq.steps.users_code import NEUTRAL_PACKAGES, is_known, package, users_modules
+from hf_flexseq.steps.users_code import is_librarys, package, users_modules
 
 Copied = TypeVar("Copied", bound=nn.Module)
 
@@ -303,8 +303,7 @@ def code_of_model(model: PreTrainedModel) -> list[str]:
     for file, name, code in _named_code(kinds):
         is_of_family = file.startswith("transformers.models.") or file == masking_utils.__name__
         is_code = inspect.isroutine(code) or inspect.isclass(code)
-        is_librarys = package(code) in NEUTRAL_PACKAGES or is_known(code)
-        if is_of_family and is_code and not is_librarys:
+        if is_of_family and is_code and not is_librarys(code):
             found.append(name)
     return list(dict.fromkeys(found))
 

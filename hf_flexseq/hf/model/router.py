@@ -193,7 +193,7 @@ class RouterLoss:
     def __init__(self, model: nn.Module, base: PreTrainedModel) -> None:
         """model: may be a PEFT model, with `base` inside."""
         self.of_calls = RouterSums(base)
-        """Counts C and P of each call, for whoever takes them."""
+        """Counts C and P per call."""
         entries: set[nn.Module] = {base}
         if model is not base:  # some adapters call the model past its hooks
             entries.add(model.base_model)

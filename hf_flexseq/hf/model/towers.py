@@ -7,7 +7,7 @@ with its projector, and towers of other modalities. Models with towers train on 
 run the layers of a text model. Which of them take images is found out in `vision.py`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,17 +44,6 @@ def towers_draw_noise(model: PreTrainedModel) -> bool:
     return noisy_option(model.config, of_text=False) is not None
 
 
-def adapter_states(modules: Iterable[nn.Module]) -> tuple[tuple[tuple[str, ...], bool], ...]:
-    """Return of each of PEFT's layers among some modules which adapters are active, and whether
-    they are switched off."""
-    found = []
-    for module in modules:
-        if hasattr(module, _ADAPTED):
-            active = getattr(module, "active_adapters", ())
-            found.append((tuple(active), bool(getattr(module, "disable_adapters", False))))
-    return tuple(found)
-
-
 def modules_outside_text(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the modules of `model` outside of the text model, the embedding and the head."""
     of_text = {id(module) for part in _text_parts(model) for module in part.modules()}
@@ -65,9 +54,6 @@ def _text_parts(model: PreTrainedModel) -> list[nn.Module]:
     """Return the text model, the embedding and the head."""
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     return [part for part in parts if part is not None]
-
-
-_ADAPTED = "base_layer"  # PEFT's name for the layer that an adapter wraps
 
 
 def tower_shape(model: nn.Module) -> TowerShape | None:

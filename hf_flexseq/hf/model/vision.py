@@ -28,11 +28,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from hf_flexseq.distributed.transport import CpuGroup
+from hf_flexseq.hf.model.facts import adapter_states
 from hf_flexseq.hf.model.image_masks import MasksOfImages
 from hf_flexseq.hf.model.rehearsal import FAULTS
 from hf_flexseq.hf.model.tower_trial import FEATURES, VideoParts, try_features
 from hf_flexseq.hf.model.towers import (
-    adapter_states,
     modules_outside_text,
     patch_size,
     placeholders_of,
